@@ -93,6 +93,17 @@ def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, t
     engine.close()
 
 
+def test_repeated_layers_share_the_weights_of_the_base(base: Path, tmp_path: Path) -> None:
+    repeated = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 2]]}
+    adapter = adaptation(tmp_path, {"config": repeated})
+    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
+    settings: dict[str, Any] = {"placement": placed("cpu", tmp_path)}
+    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, **settings)
+    assert sum(name.endswith("q_proj.lora_A.default.weight") for name, _ in engine.named_parameters()) == 3
+    built.close()
+    engine.close()
+
+
 def test_an_adapter_trains_over_a_base_multiplied_in_fp8(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,15 @@ def test_a_range_of_a_stack_reads_only_its_experts(tmp_path: Path, monkeypatch: 
     assert experts == {"2.w1.weight", "2.w3.weight"}
 
 
+def test_a_parameter_over_unfilled_memory_is_refused_by_name(folder: Path) -> None:
+    """A change of the model can put a new parameter over memory that no value was written to."""
+    model, weights = read(LlamaForCausalLM, folder)
+    layer = model.model.layers[1].mlp
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.detach())
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight has no values"):
+        fill(weights, "model.layers.1", model.model.layers[1])
+
+
 def test_nothing_is_read_before_it_is_asked_for_and_nothing_twice(folder: Path, monkeypatch) -> None:
     model, weights = read(LlamaForCausalLM, folder)
     file = next(iter(weights._files.values()))

@@ -110,7 +110,16 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
     find_model(str(path))
     file = path / "config.json" if path.is_dir() else path
-    return _read_configuration(file, f"model.path is {section.path}, whose configuration")
+    config = _read_configuration(file, f"model.path is {section.path}, whose configuration")
+    # An adapter names its base by this. No name leads to random weights.
+    config.name_or_path = absolute_name(str(section.path)) if is_pretrained(section, path) else ""
+    return config
+
+
+def absolute_name(name: str) -> str:
+    """Return a model name for any working folder: the absolute path of a folder, or the name on the hub."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
 
 
 def locate(section: ModelSection) -> Path | None:

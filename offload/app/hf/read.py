@@ -47,6 +47,7 @@ from offload.app.hf.sources import (
     TensorSource,
     are_equal,
 )
+from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.errors import ConfigError
 from offload.files.sources import QuantizedSource, Source
 from offload.layout.codecs import Codec
@@ -107,14 +108,15 @@ class FolderWeights:
         )
         first = {id(state[name]): name for name in reversed(list(self._sources))}  # one of several tied names is read
         self._first = {name: first[id(value)] for name, value in state.items() if id(value) in first}
-        self._first_by_slot = {
-            (id(owner), key): self._first.get(f"{prefix}.{key}" if prefix else key)
-            for prefix, owner in model.named_modules()
-            for key in owner._parameters
-        }
+        # By identity: a module may be copied, with the same parameters in the copy (PEFT's layer_replication).
+        parameters = {first: state[first] for first in self._first.values() if isinstance(state[first], nn.Parameter)}
+        self._first_by_id = {id(parameter): first for first, parameter in parameters.items()}
         self._pending: dict[str, weakref.ref[nn.Parameter]] = {
-            name: weakref.ref(state[name]) for name in self._first_by_slot.values() if name is not None
+            first: weakref.ref(parameter) for first, parameter in parameters.items()
         }
+        # The alias keeps the address in use, so no other parameter can get it. Unwritten memory costs nothing.
+        self._unfilled = {parameter.data_ptr(): (first, parameter.detach()) for first, parameter in parameters.items()}
+        self._unfilled.pop(0, None)  # empty, or on meta
         self.quantized = quantized_codecs(model, self._sources)
         """Parameters stored quantized in the files, and their codecs."""
         self._initial: Callable[[str, nn.Module], None] | None = None
@@ -137,8 +139,8 @@ class FolderWeights:
         trim_heap()  # parameters taken earlier are free by now, but malloc would keep most memory
         wanted: dict[str, nn.Parameter] = {}
         for owner in module.modules():
-            for key, parameter in owner._parameters.items():
-                first = self._first_by_slot.get((id(owner), key))
+            for parameter in owner._parameters.values():
+                first = self._first_by_id.get(id(parameter), "")
                 # A taken parameter was replaced by another object in its place.
                 if parameter is not None and first in self._pending and parameter is self._pending[first]():
                     wanted[first] = parameter
@@ -146,6 +148,7 @@ class FolderWeights:
         fused: dict[int, dict[str, torch.Tensor]] = {}  # several parameters may come from one conversion
         for first, target in wanted.items():
             source: Source = self._sources[first]
+            self._unfilled.pop(target.data_ptr(), None)
             if isinstance(source, FusedSource):
                 values = fused.get(id(source.conversion)) or source.convert()
                 target.data = values.pop(first)
@@ -155,7 +158,19 @@ class FolderWeights:
             del self._pending[first]
         if self._initial is not None:
             self._initial(name, module)
+        self._refuse_unfilled(name, module)
         return sources
+
+    def _refuse_unfilled(self, prefix: str, module: nn.Module) -> None:
+        """Raise ConfigError for a parameter over memory that no value was written to."""
+        for key, parameter in module.named_parameters():
+            if isinstance(parameter, OffloadedTensor) or parameter.data_ptr() not in self._unfilled:
+                continue
+            raise ConfigError(
+                f"{prefix}.{key} has no values: it is a new parameter over the memory of "
+                f"{self._unfilled[parameter.data_ptr()][0]}, which was not read from {self._folder} before. Change the "
+                "model after the weights are read: load it with from_pretrained, and pass it without fill."
+            )
 
     def source(self, name: str) -> Source | None:
         """Return the source for a parameter. None: not in any file, initialized instead."""
@@ -332,7 +347,7 @@ def read_model(
     weights = FolderWeights(model, folder, deferred, files=files, grow=grow)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = config.name_or_path or str(folder)
     return model.eval(), weights
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from offload.app.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
 from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
-from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, warn
+from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, shorten, warn
 from offload.files.atomic_folder import clear, replace_folder
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, tensor_reader
 from offload.files.sources import SHARD_BYTES, ReadValues
@@ -85,9 +86,9 @@ def write_model(
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
     with export_folder(folder, replace) as temporary:
-        write_configuration(model, temporary, plan.main_dtype)
         for name, data in (files or {}).items():
             (temporary / name).write_bytes(data)
+        write_configuration(model, temporary, plan.main_dtype, _tokenizer_in(temporary))
         written = _write_weights(model, plan, get, temporary, shard_bytes)
         for each in written:
             _verify(each)
@@ -198,15 +199,36 @@ def conversions(model: nn.Module) -> dict[str, Any]:
         return {}
 
 
-def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+def _tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer in a folder. None: there is none, or it needs code that is never run."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # any fault in a tokenizer's files
+        warn(
+            f"the tokenizer in the export cannot be loaded ({type(error).__name__}: {shorten(str(error))}), so "
+            "config.json and generation_config.json keep the special tokens of the model."
+        )
+        return None
+
+
+def write_configuration(
+    model: nn.Module, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None
+) -> None:
     """Write config.json, generation_config.json and custom model code (`auto_map`) as `save_pretrained` does.
 
     Files added by an overridden `save_pretrained` are written too. A module outside transformers gets none of these
-    files. `dtype`: weight dtype in the configuration; None: the model's.
+    files. `dtype`: weight dtype in the configuration; None: the model's. `tokenizer`: the files name the special tokens
+    of this tokenizer, as after a training by transformers' Trainer. Generation then ends at the trained end.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return
-    config = copy.deepcopy(model.config)
+    config, generation_config = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    if tokenizer is not None:
+        from transformers.trainer_utils import align_special_tokens  # imports accelerate, which takes seconds
+
+        align_special_tokens(SimpleNamespace(config=config, generation_config=generation_config), tokenizer)
     config.dtype = str(dtype or _main_dtype(model)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if type(model).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
@@ -216,9 +238,9 @@ def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | Non
     config.save_pretrained(folder)
     if model.can_generate():
         try:
-            model.generation_config.save_pretrained(folder)
+            generation_config.save_pretrained(folder)
         except ValueError:  # loaded with a warning, refused on save: still export
-            model.generation_config.to_json_file(folder / "generation_config.json")
+            generation_config.to_json_file(folder / "generation_config.json")
 
 
 def _write_custom_files(model: nn.Module, folder: Path) -> None:

@@ -39,7 +39,14 @@ from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
 from offload.app.training.task import TASKS, Task
-from offload.app.training.trainable import DiskNeeds, TrainablePart, load_architecture, refuse_growth, trainable_class
+from offload.app.training.trainable import (
+    BuildBase,
+    DiskNeeds,
+    TrainablePart,
+    load_architecture,
+    refuse_growth,
+    trainable_class,
+)
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
@@ -59,7 +66,7 @@ class Run:
     - extra_files: further files for each checkpoint.
     - meta: run position from the checkpoint to resume from. None: a new run.
     - trainable: the trainable part and its storage.
-    - build_base: builds the initial model again, without an adapter.
+    - build_base: builds the initial model again.
     - forecast: memory and time forecast. None: unknown, or a rank other than 0.
     - misfit: shortage by the forecast and the smallest change that fits, on all ranks. Empty: fits, or unknown.
     - disk_needs: bytes needed on the disk with the run folder.
@@ -74,7 +81,7 @@ class Run:
     extra_files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
     trainable: TrainablePart
-    build_base: Callable[[], BuiltModel]
+    build_base: BuildBase
     forecast: RunForecast | None
     misfit: str
     disk_needs: DiskNeeds
@@ -185,11 +192,11 @@ def make_run(
         say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
     without_steps, config = config, config.resolve_steps(data.num_steps)
 
-    def build_base() -> BuiltModel:
+    def build_base(path: str | None = None) -> BuiltModel:
         if user_model is not None:
             return user_model.build()
         return build_model(
-            config.model,
+            config.model if path is None else config.with_resolved(model__path=path).model,
             seed=config.run.seed,
             config=copy.deepcopy(architecture),
             sequence_length=int(config.data.sequence_length or 0),

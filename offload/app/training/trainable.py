@@ -6,7 +6,7 @@ Defines checkpoint contents, export, and the disk space for both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -24,6 +24,13 @@ from offload.doors import Door
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.files.directories import free_bytes
+
+
+class BuildBase(Protocol):
+    """Builds the initial model of a run again, without an adapter."""
+
+    def __call__(self, path: str | None = None, /) -> BuiltModel:
+        """Return the unfilled model. `path`: folder or hub name of the weights; None: as configured."""
 
 
 class TrainablePart(Protocol):
@@ -87,15 +94,13 @@ class TrainablePart(Protocol):
         """Return further checkpoint files, by name. The engine adds the model configuration."""
         return {}
 
-    def write(
-        self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
-    ) -> None:
+    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: BuildBase) -> None:
         """Write the export. Replaces an earlier one. Collective. Raises like `Engine.export`.
 
-        `files`: further files by name. `build_base`: builds the initial model again, without an adapter.
+        `files`: further files by name. `build_base`: see `BuildBase`.
         """
 
-    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+    def load(self, folder: Path, build_base: BuildBase) -> Any:
         """Load an export completely into memory, in eval mode. Raises OffloadError.
 
         Trained parameters, or their counterparts, require gradients.
@@ -166,11 +171,11 @@ class WholeModel(TrainablePart):
         engine: Engine,
         folder: Path,
         files: Mapping[str, bytes],
-        build_base: Callable[[], BuiltModel],  # noqa: ARG002
+        build_base: BuildBase,  # noqa: ARG002
     ) -> None:
         engine.export(folder, files=files, replace=True)
 
-    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
+    def load(self, folder: Path, build_base: BuildBase) -> Any:  # noqa: ARG002
         """Load the folder with transformers, and freeze the same parameters."""
         model = reload.reload(folder, self.model_kind.auto)
         freeze(model, self.frozen)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload.app.config.sections import LoraSection
-from offload.app.hf.models import BuiltModel
+from offload.app.hf.models import BuiltModel, absolute_name
 from offload.app.hf.sources import MemorySource, RemovedProduct
 from offload.app.hf.write import check_export_folder, export_folder
 from offload.errors import ConfigError, MissingLibraryError, OffloadError, counted, nearest, shorten
@@ -147,6 +147,8 @@ class Adaptation:
             warnings.simplefilter("ignore")  # about kept ties and empty names
             torch.manual_seed(seed)
             model = _wrap(built.model, config, module_list)
+            if name := adapter_config(model).base_model_name_or_path:
+                adapter_config(model).base_model_name_or_path = absolute_name(name)
             if init is not None:
                 adapter_config(model).init_lora_weights = init
             if changed := reads.changed_names:

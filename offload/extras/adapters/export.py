@@ -62,7 +62,9 @@ def export_adapter(folder: Path, out: Path) -> int:
                 "adapter does not fit the original base. Export it with --merge."
             )
         adaptation = Adaptation.from_checkpoint(folder)
-        model = adaptation.apply_to_shapes(empty_model(ModelSection(), folder_config(folder)))
+        config = folder_config(folder)
+        config.name_or_path = adaptation.config.base_model_name_or_path or ""
+        model = adaptation.apply_to_shapes(empty_model(ModelSection(), config))
         return write_adapter(
             model, _read_values(reader), out, tokenizer_files(reader, (CONFIG, INITIAL)), adaptation.removed
         )
@@ -137,7 +139,7 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     own = reader.meta["meta"]
     settings = {key: value for key, (value, _) in own["config"].items()}
     section = ModelSection(
-        path=moved or settings["model.path"],
+        path=moved or (own["base"]["name"] if Path(own["base"]["name"]).is_dir() else settings["model.path"]),
         preset=None if moved else settings["model.preset"],
         init=settings["model.init"],
         attention=settings["model.attention"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from offload.app.hf.sources import RemovedProduct
 from offload.app.hf.write import write_configuration
 from offload.app.training.resident import as_computed, master_of
 from offload.app.training.resume import ResumePoint
-from offload.app.training.trainable import TrainablePart, buffers_of
+from offload.app.training.trainable import BuildBase, TrainablePart, buffers_of
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
@@ -201,7 +201,7 @@ class AdapterOverBase(TrainablePart):
         engine: Engine,
         folder: Path,
         files: Mapping[str, bytes],
-        build_base: Callable[[], BuiltModel],  # noqa: ARG002
+        build_base: BuildBase,  # noqa: ARG002
     ) -> None:
         values = dict(engine.named_parameters(trained_only=True))
         with share_failure(engine.comm, "export"):
@@ -210,11 +210,12 @@ class AdapterOverBase(TrainablePart):
                 with engine.answering(values):
                     write_adapter(engine.model, values, folder, files, self.removed, replace=True)
 
-    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Load the adapter with PEFT over the base, with weights as the run used them."""
-        from peft import PeftModel, set_peft_model_state_dict
+    def load(self, folder: Path, build_base: BuildBase) -> Any:
+        """Load the adapter with PEFT over the base that the folder names, with weights as the run used them."""
+        from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 
-        base: Any = fill_all(build_base())
+        name = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+        base: Any = fill_all(build_base(name or None))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -7,7 +7,7 @@ Layers are merged and initialized again one at a time, with PEFT's own code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.hf.models import BuiltModel, ModelKind, empty_model
 from offload.app.hf.names import Shape
 from offload.app.training.resume import ResumePoint
-from offload.app.training.trainable import WholeModel, buffers_of
+from offload.app.training.trainable import BuildBase, WholeModel, buffers_of
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
@@ -203,9 +203,7 @@ class RestartingAdapter(AdapterOverBase):
             f"initialized again; {100 * self.section.restart_prune:g}% of its moments are set to zero"
         )
 
-    def write(
-        self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
-    ) -> None:
+    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: BuildBase) -> None:
         """Write the base with the adapter merged in, one module at a time, as a Hugging Face folder."""
         values = {**buffers_of(engine.model), **dict(engine.named_parameters(trained_only=True))}
         with ExitStack() as opened:
@@ -214,7 +212,7 @@ class RestartingAdapter(AdapterOverBase):
                 merged = _MergedModel(base, beneath, self, engine.model, values)
             engine.export(folder, files=files, replace=True, made=merged)
 
-    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+    def load(self, folder: Path, build_base: BuildBase) -> Any:
         return WholeModel(self.model_kind).load(folder, build_base)
 
 

@@ -51,8 +51,11 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
     """Return the files written by `save_pretrained` for a tokenizer or processor, by name. Empty for None."""
     if tokenizer is None:
         return {}
+    # The files name the way in which a tokenizer was loaded, and a reader may load it from the hub.
+    getattr(getattr(tokenizer, "tokenizer", tokenizer), "init_kwargs", {})["local_files_only"] = False
+    has_several = isinstance(getattr(tokenizer, "chat_template", None), dict)  # as files they would need a subfolder
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=not has_several)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 

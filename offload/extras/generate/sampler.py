@@ -18,7 +18,7 @@ from offload.app.checkpoint_folder import is_checkpoint, suggesting_alternative
 from offload.app.hf.models import folder_config, max_positions, model_kind, vocab_size
 from offload.app.hf.read import read_model
 from offload.app.stored_model import read_stored
-from offload.errors import ConfigError, OffloadError, counted
+from offload.errors import ConfigError, OffloadError, counted, warn
 from offload.extras.adapters.adapters import insert_adapter
 from offload.extras.data.tokenizer import load_tokenizer, tokenizer_folder
 from offload.extras.generate.streamed_model import ReadFromOutside, StreamedModel
@@ -207,9 +207,14 @@ class Sampler:
 
         A config older than the tokenizer may list ordinary tokens.
         """
-        model_ids = config_ids if isinstance(config_ids, list) else [config_ids]
+        model_ids, own_id = config_ids if isinstance(config_ids, list) else [config_ids], self.tokenizer.eos_token_id
+        if own_id is not None and own_id not in model_ids and not is_checkpoint(self._path):  # an export adds the end
+            warn(
+                f"generation ends at token {own_id} of the tokenizer, but the generation_config.json of {self._path} "
+                f"has eos_token_id {config_ids}: other programs would not end there. Add {own_id} to that file."
+            )
         candidates = [
-            self.tokenizer.eos_token_id,
+            own_id,
             *(each for each in model_ids if each in self.tokenizer.added_tokens_decoder),
         ]
         return list(dict.fromkeys(each for each in candidates if each is not None)) or None
