@@ -1,7 +1,7 @@
 """Generate reference pages and the site.
 
 python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md, the tables of the
-                                # README, docs/images/memory.svg, and docs/fit-data.js
+                                # README and of docs/reference/data.md, docs/images/memory.svg, and docs/fit-data.js
 python docs/make.py --check     # exits with 1 if a page, a table, or a quote of the source is stale
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -394,15 +395,49 @@ def steps_text() -> str:
     )
 
 
-README_PARTS: dict[str, Callable[[], str]] = {"plans": plans_table, "host": host_table, "steps": steps_text}
+def row_keys_table() -> str:
+    """Return the table with the keys of a row, by `row_keys.ROW_KEYS`. Neighbours with equal cells are one line."""
+    from offload.extras.data.row_keys import ROW_KEYS
+
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for key in ROW_KEYS:
+        cells = (key.forms, _formats(key.honoured), _formats(key.refused - key.honoured), key.effect)
+        lines.setdefault(cells, []).append(f"`{key.name}`")
+    head = "| key | values | read in | refused in | effect |\n|---|---|---|---|---|\n"
+    return head + "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in lines.items())
 
 
-def readme(text: str) -> str:
-    """Return the README with its generated parts: each stands between `<!-- NAME: ... -->` and `<!-- end NAME -->`."""
-    for name, make in README_PARTS.items():
+def _formats(formats: frozenset[str]) -> str:
+    from offload.extras.data.row_keys import WITH_ANSWERS
+
+    return "all with answers" if formats == WITH_ANSWERS else ", ".join(f"`{name}`" for name in sorted(formats))
+
+
+def message_keys_table(title: str, name: str) -> str:
+    """Return the table with the keys of a message or the types of a part, by a table in `row_keys`."""
+    from offload.extras.data import row_keys
+
+    cells = [(", ".join(f"`{each}`" for each in key.names), key.forms, key.effect) for key in getattr(row_keys, name)]
+    return "\n".join(f"| {' | '.join(each)} |" for each in [(title, "values", "effect"), ("---",) * 3, *cells])
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"plans": plans_table, "host": host_table, "steps": steps_text},
+    "docs/reference/data.md": {
+        "row keys": row_keys_table,
+        "message keys": lambda: message_keys_table("key", "MESSAGE_KEYS"),
+        "part types": lambda: message_keys_table("type", "PART_TYPES"),
+    },
+}
+
+
+def with_parts(page: str) -> str:
+    """Return a page with its generated parts: each stands between `<!-- NAME: ... -->` and `<!-- end NAME -->`."""
+    text = (ROOT / page).read_text()
+    for name, make in PARTS[page].items():
         begin, end = re.search(rf"<!-- {name}: .*?-->\n", text), text.find(f"<!-- end {name} -->")
         if begin is None or end < begin.end():
-            raise SystemExit(f"README.md lacks the marker <!-- {name}: ... --> or <!-- end {name} -->.")
+            raise SystemExit(f"{page} lacks the marker <!-- {name}: ... --> or <!-- end {name} -->.")
         text = f"{text[: begin.end()]}\n{make()}\n\n{text[end:]}"
     return text
 
@@ -563,7 +598,7 @@ def main(words: list[str]) -> int:
     """Run the command line; return the exit code."""
     stale = []
     made = {REFERENCE / f"{name}.md": make for name, make in PAGES.items()}
-    made[ROOT / "README.md"] = lambda: readme((ROOT / "README.md").read_text())
+    made |= {ROOT / page: functools.partial(with_parts, page) for page in PARTS}
     made[ROOT / "docs" / "images" / "memory.svg"] = memory_picture
     made[ROOT / "docs" / "fit-data.js"] = fit_data
     for path, make in made.items():

@@ -125,8 +125,11 @@ def test_a_template_that_rewrites_earlier_turns(bpe_folder: Callable[..., str]) 
 
 def test_a_template_without_any_stable_beginning_is_refused(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder(COUNTING))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:3: .*message 3.*data\.train_on_prompt=true"):
+    with pytest.raises(BadRow, match=r"a\.jsonl:3: .*message 3.*data\.train_on_prompt=true"):
         encode(tokenizer, Chat("a.jsonl:3", CHAT))
+    bad = BadRows("skip")
+    assert not list(Encoder(tokenizer, False, bad).encode([(False, Chat("a.jsonl:3", CHAT))]))
+    assert bad.num == 1
     (document,) = encode(tokenizer, Chat("a.jsonl:3", CHAT), train_on_prompt=True)
     assert document.trained is None
 

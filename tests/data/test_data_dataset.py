@@ -303,7 +303,7 @@ def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
         ("a.txt", "", "is empty"),
         ("a.jsonl", "", "is empty"),
         ("a.json", "[]", "has no rows"),
-        ("a.jsonl", '{"text": ""}\n', "has no text or tokens.* 1 documents without text"),
+        ("a.jsonl", '{"text": ""}\n', "has no text or tokens.* 1 document without text"),
     ],
 )
 def test_empty_data_is_refused_by_its_kind(build: Build, tmp_path: Path, name: str, content: str, problem: str) -> None:

@@ -89,6 +89,65 @@ def _saved(path: Path, rows: Rows) -> Path:
     return path
 
 
+def json_features(messages: Any, tools: Any) -> datasets.Features:
+    return datasets.Features({"messages": messages, "tools": tools})
+
+
+def _calls_as(calls: Any) -> Any:
+    text = datasets.Value("string")
+    return datasets.List({"role": text, "content": text, "tool_calls": calls})
+
+
+JSON = datasets.Json()
+JSON_COLUMNS = {
+    "whole": json_features(JSON, JSON),
+    "elements": json_features(datasets.List(JSON), datasets.List(JSON)),
+    "calls": json_features(_calls_as(JSON), JSON),
+    "each call": json_features(_calls_as(datasets.List(JSON)), datasets.List(JSON)),
+    "arguments": json_features(
+        _calls_as(datasets.List({"function": {"name": datasets.Value("string"), "arguments": JSON}})), JSON
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSON_COLUMNS)
+def test_json_in_columns_is_read_as_datasets_reads_it(name: str, tmp_path: Path) -> None:
+    """In files and saved sets: calls with other arguments in each row, with null among them."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Add.", "tool_calls": None},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": each}}]},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": each}}],
+        }
+        for each in ({"a": 1, "n": None}, {"b": "x", "c": [{"d": 1}]})
+    ]
+    saved = datasets.Dataset.from_list(rows, features=JSON_COLUMNS[name])
+    wanted = [{"messages": [{k: v for k, v in m.items() if v is not None} for m in r["messages"]]} for r in saved]
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "a.parquet")
+    as_text = pq.read_table(tmp_path / "a.parquet")
+    plain = pa.schema([pa.field(f.name, _without_extension(f.type)) for f in as_text.schema], as_text.schema.metadata)
+    pq.write_table(as_text.cast(plain), tmp_path / "texts.parquet")  # with the note in the metadata alone
+    for place in ("saved", "a.parquet", "texts.parquet"):
+        (file,) = files_of(str(tmp_path / place))
+        found = [row for _, row in read_rows(file)]
+        assert [row["tools"] for row in found] == [row["tools"] for row in saved] == [row["tools"] for row in rows], (
+            place
+        )
+        found = [{"messages": [{k: v for k, v in m.items() if v is not None} for m in r["messages"]]} for r in found]
+        assert found == wanted, place
+
+
+def _without_extension(kind: Any) -> Any:
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _without_extension(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_without_extension(kind.value_type))
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
 def _saved_splits(path: Path, rows: Rows) -> Path:
     kept = datasets.Dataset.from_list([*rows, *rows[:2]]).select(range(len(rows)))
     datasets.DatasetDict({"train": kept}).save_to_disk(path)
@@ -362,6 +421,8 @@ def test_a_folder_is_read_as_what_it_is(load: Load, tmp_path: Path) -> None:
     assert rows_of(load(named, split="test")) == [part[9:] for part in expected]
 
 
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x90\x79\x00\x00" + b'{"text": "ok"}\n'
+"""A frame with one raw block (RFC 8878) of 15 bytes. The window has 2 ** 28 bytes."""
 BAD: dict[str, tuple[str, bytes, str, int | None]] = {
     "fields": ("a.csv", b'text,n\nok,1\nno\n"a, b",3\n', r"a\.csv:3 has 1 field, but the header has 2", 2),
     "quote": ("a.csv", b'text,n\nok,1\n"never,2\nmore,3\n', r"a\.csv:3 opens a quote that never closes", None),
@@ -369,10 +430,16 @@ BAD: dict[str, tuple[str, bytes, str, int | None]] = {
     "utf-8": ("a.csv", b"text\nok\n\xff\nok\n", r"a\.csv:3 is not UTF-8", 2),
     "json": ("a.jsonl", b'{"text": "a"}\n{"text":\n{"text": "\xff"}\n{"text": "b"}', r"a\.jsonl:2 is not valid", 2),
     "type": ("a.jsonl", b'{"text": "ok"}\n{"text": 1}\n{"text": "ok"}\n', r"a\.jsonl:2: 'text' must be a string", 2),
+    "first row": ("a.jsonl", b'5\n{"error": "x"}\n{"text": "ok"}\n', r"a\.jsonl:1 is a value of type int", 1),
     "array": ("a.json", b'[{"text": "ok"}, {"text": "ok"} {"text": "ok"}]', r"a bracket is expected, not '\{'", None),
     "cut array": ("a.json", b'[{"text": "ok"}, {"text": "o', r"record 2 is not valid JSON", None),
     "gz": ("a.jsonl.gz", gzip.compress(b'{"text": "ok"}\n' * 99)[:-9], r"damaged or truncated \.gz file", None),
     "zst": ("a.jsonl.zst", _zstd(b'{"text": "ok"}\n' * 99)[:-9], r"damaged or truncated \.zst file", None),
+    "zst window": ("a.jsonl.zst", LONG_WINDOW, r"window above 128 MiB .*zstd -d --long=31 .*a\.jsonl\.zst", None),
+    "binary": ("a.txt", b"\0\x01\xff\xfe" * 9, r"is a binary file, not text \(byte 2, line 1\)\. Extract", None),
+    "json place": ("a.jsonl", b'{"text": "a"}\n{"text" 1}', r"a\.jsonl:2 is not valid JSON: .* at character 9\.", 1),
+    "vocabulary": ("a.jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": [1, 999]}\n', r":2 holds the token id 999", 1),
+    "negative": ("a.jsonl", b'{"input_ids": [-1, 2]}\n{"input_ids": [1, 9]}\n', r"jsonl:1 holds the token id -1", 1),
     "no gz": ("a.jsonl.gz", b'{"text": "ok"}\n', r"does not begin as a \.gz file", None),
     "bz2": ("a.jsonl.bz2", bz2.compress(b"{}"), r"is a compressed file or archive in an unsupported.*bunzip2", None),
     "misnamed": ("a.csv", b"PAR1", r"begins as a parquet file", None),
@@ -405,7 +472,7 @@ def test_bad_rows_are_named_or_skipped_and_counted(name: str, load: Load, tmp_pa
     for _ in range(2):  # the second load reads the cache
         found = load(tmp_path / file, on_bad_row="skip")
         assert found.num_train_rows == num_good
-        assert found.sources[0].more(None, 0)[0].endswith("bad rows skipped")
+        assert found.sources[0].more(None, 0)[0] in ("1 bad row skipped", "2 bad rows skipped")
         assert any("left out, since unreadable" in note for note in found.notes)
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from offload.extras.data.dataset import Dataset, build_dataset
 from offload.extras.data.encode import EncodeRequest
 from offload.extras.data.formats import read_records
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
+from offload.extras.data.rows import BadRow
 from offload.extras.data.view import DataView
 from tests.data.asked import files_of, source_of
 from tests.vision import COLOURS, about, model_folder, rows_file, square
@@ -98,6 +100,15 @@ def test_batches_are_the_processors_own(family: str, batch: str, folders: dict[s
     assert (found["labels"] != -100).sum() > 0
 
 
+def address(how: str, path: str | None, where: Path) -> str:
+    """Return a file:// or data: address of a picture; empty without a path."""
+    if path is None:
+        return ""
+    if how == "file:// URLs":
+        return (where / path).as_uri()
+    return f"data:image/png;base64,{base64.b64encode((where / path).read_bytes()).decode()}"
+
+
 def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
     """Return a conversation about squares in a common spelling."""
     messages, paths = about(colours), [f"squares/{colour}.png" for colour in colours]
@@ -106,11 +117,23 @@ def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
         if how == "OpenAI's parts":
             url = [{"type": "image_url", "image_url": {"url": part.get("path")}} for part in parts]
             message["content"] = [u if part["type"] == "image" else part for u, part in zip(url, parts, strict=True)]
+        elif how in ("file:// URLs", "data: URIs"):
+            urls = [address(how, part.get("path"), where) for part in parts]
+            message["content"] = [
+                part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": url}}
+                for part, url in zip(parts, urls, strict=True)
+            ]
+        elif how == "base64":
+            codes = [address("data: URIs", part.get("path"), where).partition(",")[2] for part in parts]
+            message["content"] = [
+                part if part["type"] == "text" else {"type": "image", "base64": code}
+                for part, code in zip(parts, codes, strict=True)
+            ]
         elif how in ("a column for places in texts", "sharegpt"):
             message["content"] = "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
         else:
             message["content"] = [{key: part[key] for key in part if key != "path"} for part in parts]
-    if how == "OpenAI's parts":
+    if how in ("OpenAI's parts", "file:// URLs", "data: URIs", "base64"):
         return {"messages": messages}
     if how == "a column of bytes":
         return {
@@ -124,6 +147,9 @@ def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
 
 
 SPELLINGS = [
+    "file:// URLs",
+    "data: URIs",
+    "base64",
     "OpenAI's parts",
     "sharegpt",
     "a column for places in texts",
@@ -164,7 +190,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ),
         (
             {"messages": [{"role": "user", "content": "<image>A"}, ANSWER], "images": ["squares/red.png"] * 2},
-            r"rows.jsonl:2 has 2 images but 1 placeholders: put each image into a message",
+            r"rows.jsonl:2 has 2 images but 1 placeholder: put each image into a message",
         ),
         (
             {"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "images": ["squares/red.png"]},
@@ -173,6 +199,14 @@ ANSWER = {"role": "assistant", "content": "b"}
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "https://a.b/c.png"}]}, ANSWER]},
             r"the picture https://a.b/c.png is not on this machine: download it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,*"}]}, ANSWER]},
+            r"rows.jsonl:2, message 1: a picture in base64 cannot be decoded",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "data:,x"}]}, ANSWER]},
+            r"the picture data:,x is a data: URI without base64",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "path": 3}]}, ANSWER]},
@@ -192,6 +226,18 @@ def test_bad_rows_are_named_or_skipped(
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
     assert (data.num_train_rows, data.sources[0].tokens.num_bad) == (1, 1)
+
+
+def test_a_first_picture_in_a_late_row_is_a_bad_row(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.extras.data.prepare._NUM_SEARCHED", 2)
+    rows = [{"messages": texts(number)} for number in range(2)]
+    path = rows_file(tmp_path / "rows.jsonl", [*rows, {"messages": about(["red"])}])
+    with pytest.raises(BadRow, match=r"rows.jsonl:3 has a picture, but the first rows .* put a row with a picture"):
+        prepared(path, folders["llava"])
+    data = prepared(path, folders["llava"], on_bad_row="skip")
+    assert data.sources[0].tokens.num_bad == 1
 
 
 def test_a_template_that_does_not_end_a_document_gets_an_end(tmp_path: Path) -> None:

@@ -67,9 +67,74 @@ def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
     assert found.chosen.num_prompt == 2
 
 
+EARLIER = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "One."}]
+QUESTION = ASKED["content"]
+
+
+def conversations(prompt: Any, *before: dict[str, str], **more: Any) -> dict[str, Any]:
+    """Return a row with a prompt beside two conversations."""
+    return {"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD], **more}
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "num_prompt"),
+    [
+        (conversations(QUESTION, ASKED), [ASKED], 1),
+        (conversations(QUESTION, SYSTEM, ASKED), [SYSTEM, ASKED], 2),
+        (conversations(f" {QUESTION}\n", ASKED), [ASKED], 1),
+        (conversations(QUESTION, {**ASKED, "content": f"{QUESTION}\n"}), [{**ASKED, "content": f"{QUESTION}\n"}], 1),
+        (conversations(QUESTION, *EARLIER, ASKED), [*EARLIER, ASKED], 3),
+        (conversations([ASKED], SYSTEM, ASKED), [SYSTEM, ASKED], 2),
+        (conversations([SYSTEM, *EARLIER, ASKED], ASKED), [SYSTEM, *EARLIER, ASKED], 4),
+        (conversations([{**ASKED, "name": "x"}], ASKED), [ASKED], 1),
+        (conversations(QUESTION, ASKED, system="Be brief."), [SYSTEM, ASKED], 2),
+        (conversations(QUESTION, SYSTEM, ASKED, system="Be brief.\n"), [SYSTEM, ASKED], 2),
+        (conversations([SYSTEM], ASKED), [SYSTEM, ASKED], 1),
+        (conversations(EARLIER, ASKED), [*EARLIER, ASKED], 2),
+        (conversations([ASKED], *EARLIER[1:], ASKED), [ASKED, EARLIER[1], ASKED], 1),
+    ],
+)
+def test_a_prompt_beside_conversations_is_said_once(
+    write_lines: Callable[..., Path], row: dict[str, Any], turns: list[Any], num_prompt: int
+) -> None:
+    found = record(write_lines("rows.jsonl", row))
+    assert [found.chosen.messages, found.rejected.messages] == [[*turns, GOOD], [*turns, BAD]]
+    assert found.chosen.num_prompt == found.rejected.num_prompt == num_prompt
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        conversations("what is two and two", ASKED),
+        conversations(f"Be brief. {QUESTION}", SYSTEM, ASKED),
+        conversations([{"role": "system", "content": "Be long."}, ASKED], SYSTEM, ASKED),
+        {"prompt": [ASKED], "completion": [{**ASKED, "content": "Two and two?"}, GOOD]},
+    ],
+)
+def test_a_prompt_beside_a_conversation_with_another_question_is_a_bad_row(
+    write_lines: Callable[..., Path], row: dict[str, Any]
+) -> None:
+    (file,) = files_of(str(write_lines("rows.jsonl", row)))
+    data_format = "preference" if "chosen" in row else "prompt-completion"
+    (bad,) = read_records(replace(file, format=data_format), 300)
+    assert isinstance(bad, BadRow)
+    with pytest.raises(BadRow, match=r"rows\.jsonl:1, '(chosen|completion)' is a conversation .*leave the prompt out"):
+        raise bad
+
+
+def test_a_completion_that_holds_the_prompt_says_it_once(write_lines: Callable[..., Path]) -> None:
+    path = write_lines("rows.jsonl", {"prompt": [ASKED], "completion": [SYSTEM, ASKED, GOOD]})
+    (found,) = read_records(replace(files_of(str(path))[0], format="prompt-completion"), 300)
+    assert isinstance(found, Chat)
+    assert (found.messages, found.num_prompt) == ([SYSTEM, ASKED, GOOD], 2)
+
+
 @pytest.mark.parametrize(
     ("row", "prompt"),
     [
+        ({"prompt": "2 + 2 is", "chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, "2 + 2 is"),
+        ({"prompt": " 2 + 2 is ", "chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, "2 + 2 is"),
+        ({"prompt": "Two", "chosen": "Two is four", "rejected": "Two is five"}, "Two"),
         ({"prompt": "2 + 2 is", "chosen": " four", "rejected": " five"}, "2 + 2 is"),
         ({"chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, "2 + 2 is f"),
         ({"prompt": "", "chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, ""),
@@ -80,6 +145,7 @@ def test_texts_stay_texts(write_lines: Callable[..., Path], row: dict[str, str],
     assert isinstance(found.chosen, Pair)
     assert found.chosen.prompt == found.rejected.prompt == prompt
     assert (found.chosen.prompt + found.chosen.completion).endswith("four")
+    assert (found.chosen.prompt + found.chosen.completion).count("2 + 2") < 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
 from offload.errors import ConfigError
+from offload.extras.data.chat import BUILTIN_TEMPLATE
 from offload.extras.data.encode import Encoder
 from offload.extras.data.formats import Ids, detect_format, read_records
 from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
@@ -48,10 +50,18 @@ LIKED = {"prompt": "one", "chosen": "A", "rejected": "B"}
 HUMAN = {"from": "human", "value": "one"}
 SECOND = "<assistant>A<|endoftext|><user>two<|endoftext|><assistant>[B"
 IDS = {"input_ids": [5, 6, 7]}
+BAD = (False, "False", "false", " FALSE ", "no", 0, "0", 0.0, "0.0", -1)
+GOOD = (True, "True", "true", "yes", 1, "1", 1.0, None, "", "null")
+CLASSES = ("sports", 3)
 OF_ROWS = [  # key, row, expected text or error action
     ("input", {**ALPACA, "input": "more"}, "two\n\nmore"),
     ("input", {**LIKED, "input": "more"}, BadRow),
     ("system", {"messages": turns(), "system": "kind"}, "<system>kind"),
+    (
+        "system",
+        {"messages": [{"role": "system", "content": "kind\n"}, *turns()], "system": "kind"},
+        "kind\n<|endoftext|><user>",
+    ),
     ("system", {**PAIR, "system": "kind"}, BadRow),
     ("tools", {"messages": turns(), "tools": [TOOL]}, '"ring"'),
     ("tools", {**ALPACA, "tools": json.dumps([TOOL])}, '"ring"'),
@@ -61,6 +71,11 @@ OF_ROWS = [  # key, row, expected text or error action
     ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": {"mood": "glad"}}, "glad<user>"),
     ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": ["mood"]}, BadRow),
     ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": False}, "False<user>"),
+    *(
+        ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": no}, "False<user>")
+        for no in ("False", "0")
+    ),
+    ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": "often"}, BadRow),
     ("history", {**ALPACA, "history": [["before", "yes"]]}, "<user>before<|endoftext|><assistant>[yes<|endoftext|>]"),
     ("history", {"messages": turns(), "history": [["before", "yes"]]}, BadRow),
     ("prompt", LIKED, "one[A<|endoftext|>]"),
@@ -73,12 +88,18 @@ OF_ROWS = [  # key, row, expected text or error action
     ("available_tools", {"messages": turns(), "available_tools": [TOOL]}, BadRow),
     ("system_prompt", {"messages": turns(), "system_prompt": "kind"}, BadRow),
     ("weight", {"messages": turns(), "weight": 0.5}, BadRow),
-    ("weight", {"messages": turns(), "weight": 1}, "[A<|endoftext|>]"),
-    *((key, {**PAIR, key: False}, BadRow) for key in ("label", "kto_tag")),
-    ("label", {**PAIR, "label": True}, "one[B<|endoftext|>]"),
+    *(("weight", {"messages": turns(), "weight": one}, "[A<|endoftext|>]") for one in (1, 1.0, "1", "1.0")),
+    *((key, {**PAIR, key: value}, BadRow) for key in ("label", "kto_tag") for value in BAD),
+    *((key, {**PAIR, key: value}, "one[B<|endoftext|>]") for key in ("label", "kto_tag") for value in GOOD),
+    *(("label", {**PAIR, "label": value}, "one[B<|endoftext|>]") for value in CLASSES),
+    *(("kto_tag", {**PAIR, "kto_tag": value}, BadRow) for value in CLASSES if value != 3),
     ("labels", {**IDS, "labels": [-100, 6, 7]}, [0, 1, 1]),
     ("attention_mask", {**IDS, "attention_mask": [0, 1, 1]}, [1, 1]),
+    ("attention_mask", {**IDS, "attention_mask": "[false, true, true]"}, [1, 1]),
     *((key, {**IDS, key: [0, 0, 1]}, [0, 0, 1]) for key in ("completion_mask", "assistant_masks", "loss_mask")),
+    ("loss_mask", {**IDS, "loss_mask": [False, False, True]}, [0, 0, 1]),
+    ("position_ids", {**IDS, "position_ids": "[0, 1, 2]"}, [1, 1, 1]),
+    ("position_ids", {**IDS, "position_ids": "[0, 1, 0]"}, BadRow),
     ("position_ids", {**IDS, "position_ids": [0, 1, 0]}, BadRow),
     ("position_ids", {**IDS, "position_ids": [0, 1, 2]}, [1, 1, 1]),
     ("seq_lengths", {**IDS, "seq_lengths": [2, 1]}, BadRow),
@@ -86,6 +107,8 @@ OF_ROWS = [  # key, row, expected text or error action
 OF_MESSAGES = [
     *((key, {"messages": turns(**{key: 0})}, SECOND) for key in MARKS),
     *((key, {"messages": turns(**{key: True})}, "<assistant>[A<|endoftext|>]<user>") for key in MARKS),
+    *(("train", {"messages": turns(train=no)}, SECOND) for no in ("False", "0", 0.0)),
+    ("train", {"messages": turns(train="often")}, BadRow),
     ("train", {"messages": turns({"train": True})}, "[<user>one<|endoftext|>]<assistant>[A"),
     ("weight", {"conversations": [HUMAN, {"from": "gpt", "value": "A", "weight": 0}]}, "<assistant>A"),
     ("weight", {"messages": turns(weight=0.5)}, BadRow),
@@ -146,6 +169,19 @@ def test_each_key_is_honoured_or_refused(
         assert encode(row) == expected
 
 
+@pytest.mark.parametrize("values", [("True", "False"), ("1", "0"), ("TRUE", "FALSE"), ("1.0", "0.0")])
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_label_in_a_table_is_as_datasets_types_it(values: tuple[str, str], ending: str, tmp_path: Path) -> None:
+    """A row that `datasets` reads as false is a bad row, and no other."""
+    path, mark = tmp_path / f"a.{ending}", "," if ending == "csv" else "\t"
+    path.write_text("".join(f"one{mark}two{mark}{each}\n" for each in ("label", *values)))
+    path.write_text(path.read_text().replace(f"one{mark}two", f"prompt{mark}completion", 1))
+    told = datasets.Dataset.from_csv(str(path), sep=mark, cache_dir=str(tmp_path / "cache"))["label"]
+    (file,) = files_of(str(path))
+    found = read_records(replace(file, format=detect_format(file)), 1000)
+    assert [isinstance(each, BadRow) for each in found] == [not each for each in told] == [False, True]
+
+
 def test_the_table_is_whole() -> None:
     """The test tables and the documentation have every key."""
     assert {key for key, _, _ in OF_ROWS} == {key.name for key in ROW_KEYS}
@@ -169,6 +205,57 @@ def test_what_a_template_does_not_write_is_refused(key: str, encode: Callable[..
     )
     with pytest.raises(BadRow, match=rf"a\.jsonl:1 has .*'{key}'.*chat template drops it"):
         encode(row, template)
+
+
+IN_PARTS = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% elif p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% elif p.type == 'video' %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
+"""Writes texts and thoughts, and drops other parts, as Magistral does."""
+
+
+@pytest.mark.parametrize(
+    ("part", "drops"),
+    [
+        ({"type": "text", "text": "T", "cache": "x"}, None),
+        ({"text": "T"}, None),
+        ({"type": "thinking", "thinking": "T", "closed": True}, None),
+        ({"type": "thinking", "text": "T"}, "text"),
+        ({"type": "thinking", "thinking": "T", "signature": "x"}, "signature"),
+        *(({"type": each, "text": "T"}, "text") for each in ("reasoning", "output_text", "tool_result", "audio")),
+        ({"type": "video", "video": "a.mp4", "text": "T"}, "video"),
+        ({"type": "file", "file": {"id": "T"}}, "file.id"),
+        ({"type": "image_embeds"}, "type"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_content_is_as_the_template_has_it_or_refused(
+    part: Any, drops: str | None, role: str, encode: Callable[..., str | list[int]]
+) -> None:
+    """The template itself is the reference. No text is joined to others under another type."""
+    row = turns(**{"content": [part, {"type": "text", "text": "A"}]} if role == "assistant" else {})
+    row[0] = {**row[0], "content": [part]} if role == "user" else row[0]
+    text = part.get("thinking", part.get("text", ""))
+    written = f"[THINK]{text}[/THINK]" if part.get("type") == "thinking" else text
+    if drops is None:
+        assert (f"<assistant>[{written}A" if role == "assistant" else f"<user>{written}<") in encode(
+            {"messages": row}, IN_PARTS
+        )
+        return
+    with pytest.raises(BadRow, match=rf"message {1 + (role == 'assistant')} has content of type .* drops '{drops}'"):
+        encode({"messages": row}, IN_PARTS)
+
+
+@pytest.mark.parametrize(
+    "template", [PLAIN, PLAIN.replace("{{ m.content }}", "{{ m.content + '' }}"), BUILTIN_TEMPLATE]
+)
+def test_a_template_without_parts_refuses_them(template: str, encode: Callable[..., str | list[int]]) -> None:
+    """Break: a template that writes the list as Python does counts as one that knows the part."""
+    part = {"type": "thinking", "thinking": "T"}
+    with pytest.raises(BadRow, match=r"a\.jsonl:1.*(drops 'type'|refuses a conversation)"):
+        encode({"messages": turns(content=[part])}, template)
 
 
 def test_templates_have_names(encode: Callable[..., str | list[int]]) -> None:

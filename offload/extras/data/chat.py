@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from offload.errors import ConfigError
 from offload.extras.data.formats import Chat, common_prefix_length
 from offload.extras.data.row_keys import TEMPLATE_KEYS
-from offload.extras.data.rows import BadRow
+from offload.extras.data.rows import BadRow, json_reason
 
 ROLE_MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 BUILTIN_TEMPLATE = (
@@ -71,7 +71,7 @@ class ChatRenderer:
     def render_documents(self, chat: Chat) -> list[Segments]:
         """Return the documents of a conversation: several only if the template rewrites earlier turns.
 
-        Raises BadRow. Raises ConfigError if the answers cannot be located.
+        Raises BadRow, also if the answers cannot be located.
         """
         template = self._tool_use if chat.tools else self._default
         chat = template.with_expected_arguments(chat)
@@ -98,6 +98,7 @@ class Template:
         self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self._key_is_written: dict[str, bool] = {}
+        self._parts_written: dict[tuple[Any, ...], list[str]] = {}
 
     def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
         """Return the text of the first messages and the character ranges inside `generation` marks.
@@ -123,6 +124,8 @@ class Template:
             used_keys |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
             if message["role"] == _DEVELOPER:
                 used_keys[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                self._check_part(message["role"], part, f"{chat.where}, message {number}")
         for key, key_name in used_keys.items():
             if not self._writes(key):
                 raise BadRow(
@@ -143,6 +146,29 @@ class Template:
             self._key_is_written[key] = rendered is None or _PROBE in rendered
         return self._key_is_written[key]
 
+    def _check_part(self, role: str, part: dict[str, Any], where: str) -> None:
+        """Raise BadRow for a part of content with a text that the template does not write.
+
+        A template that writes the list itself, as Python does, does not know parts.
+        """
+        if part["type"] in ("text", "image"):
+            return
+        texts = dict(_texts_of(part))
+        probes = {key: f"{_PROBE}{number}" for number, key in enumerate(texts)}
+        shape = role, part["type"], tuple(texts)
+        if shape not in self._parts_written:
+            turns = [{"role": "user", "content": "q"}, {"role": role, "content": [_with_texts(part, probes)]}]
+            rendered = self._try_out(turns[1:] if role == "user" else turns)
+            dropped = [key for key, probe in probes.items() if rendered is not None and probe not in rendered]
+            is_list = rendered is not None and "'type': " in rendered
+            self._parts_written[shape] = [".".join(key) for key in dropped] or ["type"] * (is_list or not texts)
+        if dropped := self._parts_written[shape]:
+            raise BadRow(
+                f"{where} has content of type {part['type']!r}, and the tokenizer's chat template drops "
+                f"{dropped[0]!r} from it: write it as a part of type 'text', leave it out, or use a tokenizer with "
+                "another chat template."
+            )
+
     @cached_property
     def _takes_text(self) -> bool:
         """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
@@ -153,8 +179,10 @@ class Template:
 
     def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
         """Return a message with tool call arguments as a text or an object, per `_takes_text`. Raises BadRow."""
-        calls = []
-        for call in message.get("tool_calls") or ():
+        calls, given = [], message.get("tool_calls") or []
+        if not isinstance(given, list):
+            raise BadRow(f"{where}: 'tool_calls' must be a list, it is {type(given).__name__}.")
+        for call in given:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict):
                 raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
@@ -206,7 +234,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
                 "variable out, or write the text into the answers."
             )
         return max(len(before), common_prefix_length(prompt, text)), text, marks
-    raise ConfigError(
+    raise BadRow(
         f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
         "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
         "tokens, or use a tokenizer with {% generation %} marks in its template."
@@ -251,6 +279,24 @@ def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     return [turns[0], {**turns[1], key: TEMPLATE_KEYS[key](_PROBE)}], None
 
 
+def _texts_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (path of keys, text) for all texts in a part of content, except for types."""
+    if isinstance(value, str):
+        yield path, value
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if key != "type":
+            yield from _texts_of(each, (*path, str(key)))
+
+
+def _with_texts(value: Any, texts: Mapping[tuple[str, ...], str], path: tuple[str, ...] = ()) -> Any:
+    """Return a part of content with other texts, by path of keys."""
+    if isinstance(value, dict):
+        return {key: _with_texts(each, texts, (*path, str(key))) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each, texts, (*path, str(index))) for index, each in enumerate(value)]
+    return texts.get(path, value)
+
+
 def _parse_arguments(arguments: Any, as_text: bool, where: str) -> Any:
     """Return tool call arguments as JSON text or as an object. Raises BadRow."""
     if as_text:
@@ -258,7 +304,9 @@ def _parse_arguments(arguments: Any, as_text: bool, where: str) -> Any:
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {error}.") from error
+        raise BadRow(
+            f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {json_reason(error)}."
+        ) from error
     if not isinstance(parsed, dict):
         raise BadRow(f"{where}: the 'arguments' in 'tool_calls' must be an object, or a text with one as JSON.")
     return parsed

@@ -214,7 +214,7 @@ class _TextEncoder:
             trained = None if self._train_on_prompt else record.trained
             return [EncodedDocument(record.where, request.in_eval, record.ids, trained, record.closes)]
         if isinstance(record, Chat) and record.pictures:
-            raise ConfigError(
+            raise BadRow(
                 f"{record.where} has a picture, but the first rows of its source have none, and decide whether the "
                 "source has pictures: put a row with a picture first."
             )

@@ -18,7 +18,7 @@ import numpy as np
 from offload.errors import ConfigError, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
 from offload.extras.data.packing import IGNORE
-from offload.extras.data.pictures import Picture, PictureMatcher
+from offload.extras.data.pictures import Picture, PictureMatcher, has_picture
 from offload.extras.data.row_keys import (
     MARKS,
     TEMPLATE_KEYS,
@@ -26,9 +26,10 @@ from offload.extras.data.row_keys import (
     columns_for,
     mark_of,
     refused_in,
+    typed,
     without_marks,
 )
-from offload.extras.data.rows import BadRow, columns_of, open_text, read_rows
+from offload.extras.data.rows import BadRow, columns_of, json_reason, open_text, read_rows
 from offload.extras.data.sources import STDLIB_CHAT, SourceFile
 from offload.extras.data.storage import LocalFile
 
@@ -148,7 +149,9 @@ def texts_of(record: Record) -> list[str]:
         return []
     contents = [message["content"] for message in record.messages]
     parts = [part for each in contents if not isinstance(each, str) for part in each]
-    return [each for each in contents if isinstance(each, str)] + [part["text"] for part in parts if "text" in part]
+    return [each for each in contents if isinstance(each, str)] + [
+        text for part in parts for text in (part.get("text"), part.get(part["type"])) if isinstance(text, str)
+    ]
 
 
 def picture_bytes(record: Record) -> int:
@@ -170,20 +173,30 @@ def detect_format(file: SourceFile) -> str:
             _check_keys(file.format, names, str(file.place), file.columns)
         return file.format
     if names is None:
-        first = next((each for each in islice(read_rows(file), _NUM_FIRST) if not isinstance(each[1], BadRow)), None)
-        if first is None:
-            return "jsonl"  # no rows: every format reads nothing. Bad rows: the later read reports the error
-        where, row = first
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{where} has a value of type {type(row).__name__}, which is no known format. {_describe_formats()}"
-            )
-        names = sorted(row)
-    elif not names:
-        return "jsonl"
-    else:
-        where = str(file.place)
-    return _detect_by_keys(names, where, file.columns)
+        return _detect_by_rows(file)
+    return _detect_by_keys(names, str(file.place), file.columns) if names else "jsonl"
+
+
+def _detect_by_rows(file: SourceFile) -> str:
+    """Return the format of the first rows: of the first row with the keys of a format. Raises ConfigError without one.
+
+    Earlier rows are then bad rows.
+    """
+    problem: ConfigError | None = None
+    for where, row in islice(read_rows(file), _NUM_FIRST):
+        if isinstance(row, BadRow):
+            continue
+        try:
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{where} has a value of type {type(row).__name__}, which is no known format. {_describe_formats()}"
+                )
+            return _detect_by_keys(sorted(row), where, file.columns)
+        except ConfigError as error:
+            problem = problem or error
+    if problem is None:
+        return "jsonl"  # no rows: every format reads nothing. Bad rows: the later read reports the error
+    raise problem
 
 
 def _check_columns(file: SourceFile) -> None:
@@ -339,7 +352,8 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
     check = _parse_sharegpt_turn if data_format == "sharegpt" else _check_message
     messages = [check(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
     matcher.check()
-    return _parse_chat(record, where, [*_system(record, where), *messages], pictures=tuple(matcher.pictures))
+    system = _unless_said(_system(record, where), messages)
+    return _parse_chat(record, where, [*system, *messages], pictures=tuple(matcher.pictures))
 
 
 def _parse_chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
@@ -363,6 +377,11 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
     if not isinstance(options, dict):
         raise BadRow(f"{where}: 'chat_template_kwargs' must be an object, it is {type(options).__name__}.")
     parallel = record.get("parallel_tool_calls")
+    if isinstance(parallel, str):
+        parallel = typed(parallel)
+        if isinstance(parallel, str | list | dict):
+            raise BadRow(f"{where}: 'parallel_tool_calls' is {parallel!r:.40}; it should be true or false.")
+        parallel = None if parallel is None else bool(parallel)
     return tools, options if parallel is None else {"parallel_tool_calls": parallel, **options}
 
 
@@ -387,7 +406,8 @@ def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
         prompt, completion = (
             _parse_text_or_messages(record[key], f"{where}, {key!r}") for key in ("prompt", "completion")
         )
-        return _parse_chat(record, where, [*prompt, *completion], num_prompt=len(prompt))
+        whole, num_prompt = _join(prompt, completion, f"{where}, 'completion'")
+        return _parse_chat(record, where, whole, num_prompt=num_prompt)
     pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
     if any(_tools_and_options(record, where)):
         raise BadRow(
@@ -411,6 +431,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
     for key in ("chosen", "rejected"):
         if not parsed[key]:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
+    prompt, answers = _said_once(prompt, answers)
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
         num_prompt = 0 if prompt is not None else common_prefix_length(*answers)
@@ -418,17 +439,69 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
         return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
     prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
     turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
-    whole = [
-        each if prompt_turns and each[: len(prompt_turns)] == prompt_turns else [*prompt_turns, *each] for each in turns
+    joined = [
+        _join(prompt_turns, each, f"{where}, {key!r}") for key, each in zip(("chosen", "rejected"), turns, strict=True)
     ]
-    num_prompt = len(system) + (
-        len(prompt_turns) or min(common_prefix_length(*whole), *(len(each) - 1 for each in whole))
-    )
-    chats = [_parse_chat(record, where, [*system, *each], num_prompt=num_prompt) for each in whole]
-    for key, chat in zip(("chosen", "rejected"), chats, strict=True):
-        if all(message["role"] != "assistant" for message in chat.messages[num_prompt:]):
+    if not prompt_turns:
+        shared = min(common_prefix_length(*turns), *(len(each) - 1 for each in turns))
+        joined = [(each, shared) for each in turns]
+    chats = []
+    for key, (whole, num_prompt) in zip(("chosen", "rejected"), joined, strict=True):
+        if all(message["role"] != "assistant" for message in whole[num_prompt:]):
             raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
+        before = _unless_said(system, whole)
+        chats.append(_parse_chat(record, where, [*before, *whole], num_prompt=len(before) + num_prompt))
     return Preference(where, *chats)
+
+
+def _said_once(prompt: Any, answers: list[Any]) -> tuple[Any, list[Any]]:
+    """Return prompt and answers as they are, or the prompt once, if both answers are texts that begin with it.
+
+    A prompt of a single word is exempt: both answers may begin with this word by chance.
+    """
+    if not all(isinstance(each, str) for each in (prompt, *answers)) or len(prompt.split()) < 2:
+        return prompt, answers
+    for start, texts in ((prompt, answers), (prompt.strip(), [each.lstrip() for each in answers])):
+        if all(each.startswith(start) and each.strip() != start.strip() for each in texts):
+            return start, [each[len(start) :] for each in texts]
+    return prompt, answers
+
+
+def _join(prompt: list[Any], turns: list[Any], where: str) -> tuple[list[Any], int]:
+    """Return the turns of prompt and answer, and the number of turns up to the end of the prompt.
+
+    If the answer is a conversation that holds the prompt, or begins with the last turns of the prompt, these turns come
+    once. Blanks and line ends around a text make no difference. `where`: name of the answer. Raises BadRow for a
+    question of the prompt that may come twice.
+    """
+    asked, said = ([_content_of(turn) for turn in each] for each in (prompt, turns))
+    if not asked or said[: len(asked)] == asked:
+        return turns, len(asked)
+    if said[0][0] in ("assistant", "tool"):
+        return [*prompt, *turns], len(asked)
+    for start in range(len(said) - len(asked) + 1):
+        if said[start : start + len(asked)] == asked:
+            return turns, start + len(asked)
+    for common in range(min(len(asked), len(said)), 0, -1):
+        if asked[-common:] == said[:common]:
+            return [*prompt[:-common], *turns], len(asked)
+    if asked[-1][0] == "user" or any(each in said for each in asked):
+        raise BadRow(
+            f"{where} is a conversation that begins with a turn of the {said[0][0]}, so the prompt is not alone before "
+            "it, and other text stands there: leave the prompt out, or leave the question out of the answers."
+        )
+    return [*prompt, *turns], len(asked)
+
+
+def _unless_said(system: list[Any], turns: list[Any]) -> list[Any]:
+    """Return the system message, or nothing if the turns begin with it."""
+    return [] if system and turns and _content_of(turns[0]) == _content_of(system[0]) else system
+
+
+def _content_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return role, text and calls for a comparison, without blanks around the text."""
+    content = message["content"]
+    return message["role"], content.strip() if isinstance(content, str) else content, message.get("tool_calls")
 
 
 def _parse_text_or_messages(value: Any, where: str) -> Any:
@@ -459,7 +532,7 @@ def _parse_json(value: Any, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadRow(
-            f"{where} has a text where a list is expected, which is not valid JSON either: {error}."
+            f"{where} has a text where a list is expected, which is not valid JSON either: {json_reason(error)}."
         ) from error
 
 
@@ -497,7 +570,8 @@ def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
         array = np.asarray(value if value != [] else np.zeros(0, np.int64))
     except (ValueError, OverflowError):
         array = np.zeros(0)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    kinds = "iu" if key in ("input_ids", "labels") else "iub"
+    if array.ndim != 1 or array.dtype.kind not in kinds:
         raise BadRow(f"{where}: {key!r} must be a list of whole numbers (data.format=tokens).")
     return array
 
@@ -505,7 +579,7 @@ def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
 def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
-    if turn["from"] not in _SHAREGPT_ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT_ROLES:
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
@@ -527,11 +601,13 @@ def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None)
     content = turn.get("content")
     content = (matcher or PictureMatcher(None, None, where)).parts(content, where)
     if isinstance(content, list):
-        if matcher is None:
+        if matcher is None and has_picture(content):
             raise BadRow(f"{where} {_NO_PICTURES}")
         return {**turn, "content": content}
     if content is None and any(turn.get(key) for key in TEMPLATE_KEYS):
         content = ""
+    if content is None:
+        raise BadRow(f"{where}: 'content' must be a string, and this message of the role {turn['role']!r} has none.")
     return {**turn, "content": _string({"content": content}, "content", where)}
 
 
@@ -545,8 +621,12 @@ def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _string(record: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(record[key], str):
-        raise BadRow(f"{where}: {key!r} must be a string, it is {type(record[key]).__name__}.")
+        raise BadRow(f"{where}: {key!r} must be a string, it is {_type_name(record[key])}.")
     return str(record[key])
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 def _quote_names(keys: Any) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import xxhash
 
-from offload.errors import errno_text
+from offload.errors import counted, errno_text
 from offload.extras.data.rows import BadRow
 from offload.extras.data.storage import library
 
@@ -18,6 +22,8 @@ PLACE = "<image>"
 """Placeholder for a picture in a text message, with a separate picture column."""
 _TYPES = ("image", "image_url")
 """Types of picture parts in a message."""
+_TEXT_TYPES = (None, "text")
+_INLINE = re.compile(r"data:[^,]*;base64,", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,9 @@ class PictureMatcher:
         """Pictures so far, in order."""
 
     def parts(self, content: Any, where: str) -> Any:
-        """Return the message content as picture templates expect: a list of parts, or a text without pictures.
+        """Return the message content as picture templates expect: a list of parts, or a text if all parts are texts.
 
-        `where`: message name for errors. Raises BadRow.
+        Parts of other types stay as they are, for the chat template. `where`: message name for errors. Raises BadRow.
         """
         if isinstance(content, str) and self._has_column:
             content = _split(content)
@@ -106,17 +112,23 @@ class PictureMatcher:
         """Raise BadRow for pictures without a placeholder."""
         if self._column:
             raise BadRow(
-                f"{self._where} has {self._num_pictures} images but {len(self.pictures)} placeholders: put each image "
-                f"into a message, as {PLACE} in its text or as a part {{'type': 'image'}}."
+                f"{self._where} has {counted(self._num_pictures, 'image')} but "
+                f"{counted(len(self.pictures), 'placeholder')}: put each image into a message, as {PLACE} in its text "
+                "or as a part {'type': 'image'}."
             )
 
-    def _part(self, part: Any, where: str) -> dict[str, str]:
-        if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") not in _TYPES:
+    def _part(self, part: Any, where: str) -> dict[str, Any]:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str | None):
+            raise BadRow(f"{where} has a part of content that is no object with a 'type': {part!r:.80}.")
+        if part.get("type") in _TEXT_TYPES:
+            if not isinstance(part.get("text"), str):
+                raise BadRow(f"{where} has a part of content of type 'text' without a string 'text': {part!r:.80}.")
             return {"type": "text", "text": part["text"]}
-        if not isinstance(part, dict) or part.get("type") not in _TYPES:
-            part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadRow(f"{where} has content of type {part_type!r}; only text and pictures can be trained on.")
+        if part["type"] not in _TYPES:
+            return part
         value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
+        if value is None and isinstance(part.get("base64"), str):
+            value = f"data:image;base64,{part['base64'].rpartition(',')[2]}"
         if value is None:
             if not self._column:
                 raise BadRow(
@@ -136,7 +148,15 @@ class PictureMatcher:
         path = value.get("path") if isinstance(value, dict) else value
         if not isinstance(path, str) or not path:
             raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")
-        if "://" in path or path.startswith("data:"):
+        if inline := _INLINE.match(path):
+            return Picture(f"picture {len(self.pictures) + 1}", None, _from_base64(path[inline.end() :], where))
+        if path.startswith("file://"):
+            path = url2pathname(urlsplit(path).path)
+        if path.startswith("data:"):
+            raise BadRow(
+                f"{where}: the picture {path:.80} is a data: URI without base64: write data:image/png;base64,..."
+            )
+        if "://" in path:
             raise BadRow(
                 f"{where}: the picture {path:.80} is not on this machine: download it, and give the path of the file."
             )
@@ -147,6 +167,18 @@ class PictureMatcher:
                 "path."
             )
         return Picture(path, place if self._folder is None else (self._folder / place).absolute())
+
+
+def has_picture(content: list[dict[str, Any]]) -> bool:
+    """Return True if one of the parts is a picture."""
+    return any(part["type"] in _TYPES for part in content)
+
+
+def _from_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise BadRow(f"{where}: a picture in base64 cannot be decoded: {error}.") from error
 
 
 def _split(text: str) -> list[dict[str, str]]:

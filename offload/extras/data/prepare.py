@@ -276,7 +276,13 @@ class Preparation:
                 yield in_eval, record
 
         for part in encoder.encode(with_progress()) if encoder else _encode_ids(with_progress(), train_on_prompt):
-            self._check_ids(part, tokenizer)
+            try:
+                self._check_ids(part, tokenizer)
+            except BadRow as bad_row:
+                if streams or source_files.formats != {"tokens"}:  # the fault of the file or of the tokenizer
+                    raise ConfigError(str(bad_row)) from bad_row
+                bad.handle(bad_row)
+                continue
             writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes, part.picture_document)
         meta = {
             "train": writers[False].finish(),
@@ -291,17 +297,18 @@ class Preparation:
         self.progress("tokenizing", 1.0)
 
     def _check_ids(self, part: EncodedDocument, tokenizer: Any) -> None:
+        """Raise BadRow for an id outside of the vocabulary."""
         if not len(part.ids):
             return
         lowest, highest = int(part.ids.min()), int(part.ids.max())
         if lowest < 0:
-            raise ConfigError(
+            raise BadRow(
                 f"{part.where} holds the token id {lowest}, and ids begin at 0. Leave padding out: shorten the row, or "
                 "give rows with an attention_mask that is 0 there (data.format=tokens)."
             )
         if highest >= self.vocab_size:
             token = f" ({tokenizer.convert_ids_to_tokens(highest)!r})" if tokenizer is not None else ""
-            raise ConfigError(
+            raise BadRow(
                 f"{part.where} holds the token id {highest}{token}, but the model's vocabulary has {self.vocab_size}. "
                 "Use the model's own tokenizer (data.tokenizer), or a model with a larger vocab_size."
             )

@@ -63,10 +63,31 @@ def open_text(file: SourceFile) -> Iterator[io.TextIOWrapper]:
         with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
             yield text
     except UnicodeDecodeError as error:
+        if _is_binary(file):
+            raise ConfigError(
+                f"{file.place} is a binary file, not text ({first_bad_byte(file.place)}). Extract the text first, or "
+                f"leave it out of {file.setting}."
+            ) from error
         raise ConfigError(
             f"{file.place} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by "
             f"`iconv -f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}."
         ) from error
+
+
+def _is_binary(file: SourceFile) -> bool:
+    """Return True for a zero byte among the first bytes: no text in any 8-bit encoding has one."""
+    with open_decompressed(file.place) as stream:
+        return b"\0" in stream.read(_PIECE_BYTES)
+
+
+def json_reason(error: Exception, begin: int = 0) -> str:
+    """Return the reason for invalid JSON, with the character from 1, counted from `begin`.
+
+    The line in the error counts lines in the value, not in the file.
+    """
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos - begin + 1}"
+    return str(error)
 
 
 def columns_of(file: SourceFile) -> list[str] | None:
@@ -111,7 +132,7 @@ def _json_rows(file: SourceFile) -> Iterator[Row]:
                 try:
                     yield where, json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
-                    yield where, BadRow(f"{where} is not valid JSON: {error}. {_EXPECTED}")
+                    yield where, BadRow(f"{where} is not valid JSON: {json_reason(error)}. {_EXPECTED}")
 
 
 def _json_array(file: SourceFile) -> Iterator[Row]:
@@ -151,7 +172,7 @@ def _json_array(file: SourceFile) -> Iterator[Row]:
                 except (ValueError, RecursionError) as error:
                     if len(buffer) - at < _MAX_ROW_BYTES and refill():
                         continue
-                    raise ConfigError(f"{where} is not valid JSON: {error}. {_EXPECTED}") from error
+                    raise ConfigError(f"{where} is not valid JSON: {json_reason(error, at)}. {_EXPECTED}") from error
                 if end + 2 < len(buffer) or not refill():  # a number may continue: 1 | e-5
                     break
             is_long, at = end - at > _MAX_ROW_BYTES, end
@@ -270,11 +291,50 @@ def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
                 ) from error
             if batch is None:
                 break
-            step = _piece_rows(batch.nbytes, batch.num_rows)
+            step, in_json = _piece_rows(batch.nbytes, batch.num_rows), _json_columns(batch.schema)
             for begin in range(0, batch.num_rows, step):
                 for content in batch.slice(begin, step).to_pylist():
-                    yield f"{file.place}, row {row}", _without_nulls(content)
+                    yield f"{file.place}, row {row}", _from_json(_without_nulls(content), in_json)
                     row += 1
+
+
+def _json_columns(schema: Any) -> Any:
+    """Return the places of JSON in a row, for `_from_json`.
+
+    `datasets` has columns, elements and keys of the type `Json()`: `arrow.json` in Arrow, or a text and a note in the
+    metadata. A place is True, a dictionary of keys, or a list with the place in each element. None: no JSON.
+    """
+    features = json.loads((schema.metadata or {}).get(b"huggingface") or "{}").get("info", {}).get("features") or {}
+    found = {field.name: _json_places(field.type, features.get(field.name)) for field in schema}
+    return {name: place for name, place in found.items() if place} or None
+
+
+def _json_places(arrow_type: Any, feature: Any) -> Any:
+    feature = feature if isinstance(feature, dict) else {}
+    is_json = getattr(arrow_type, "extension_name", "") == "arrow.json" or feature.get("_type") == "Json"
+    if is_json:
+        return feature.get("decode", True)
+    if hasattr(arrow_type, "value_field"):  # lists of any kind, and maps
+        place = _json_places(arrow_type.value_type, feature.get("feature"))
+        return [place] if place else None
+    if not getattr(arrow_type, "num_fields", 0):
+        return None
+    found = {field.name: _json_places(field.type, feature.get(field.name)) for field in arrow_type.fields}
+    return {name: place for name, place in found.items() if place} or None
+
+
+def _from_json(value: Any, place: Any) -> Any:
+    """Return a value with the JSON at the given places parsed. A text without valid JSON is unchanged."""
+    if isinstance(place, dict) and isinstance(value, dict):
+        return {key: _from_json(each, place.get(key)) for key, each in value.items()}
+    if isinstance(place, list) and isinstance(value, list):
+        return [_from_json(each, place[0]) for each in value]
+    if place is not True or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _without_nulls(value: Any) -> Any:

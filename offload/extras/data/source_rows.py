@@ -144,11 +144,11 @@ class SourceRows:
         `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
         """
         counts = {
-            "bad rows skipped": self.tokens.num_bad,
-            "documents without text left out": self.tokens.num_empty,
-            "documents with pictures longer than a row left out": self.num_too_long,
+            ("bad row", "skipped"): self.tokens.num_bad,
+            ("document", "without text left out"): self.tokens.num_empty,
+            ("document", "with pictures longer than a row left out"): self.num_too_long,
         }
-        phrases = [f"{count:,} {label}" for label, count in counts.items() if count]
+        phrases = [f"{counted(count, noun)} {label}" for (noun, label), count in counts.items() if count]
         if quota is not None and num_rows != self.train.num_rows:
             often = ratio(quota / self.train.num_rows)
             passes = "" if quota == self.train.num_rows else f", {often} times its own rows"

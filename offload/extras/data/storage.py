@@ -161,7 +161,13 @@ def open_decompressed(place: Place) -> Iterator[io.BufferedReader]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{place} is a damaged or truncated .gz file: {error}. Compress it again.") from error
     except OSError as error:
-        if error.errno is None and place.name.suffix.lower() == ".zst":
+        is_zst = error.errno is None and place.name.suffix.lower() == ".zst"
+        if is_zst and "too much memory" in str(error):
+            raise ConfigError(
+                f"{place} is a .zst file with a window above 128 MiB (zstd --long=28 or more), which pyarrow does not "
+                f"read: unpack it by `zstd -d --long=31 {place}`, and give the unpacked file."
+            ) from error
+        if is_zst:
             raise ConfigError(f"{place} is a damaged or truncated .zst file: {error}. Compress it again.") from error
         reason = errno_text(error.errno) if error.errno else str(error)
         raise ConfigError(f"{place} cannot be read: {reason}.") from error
