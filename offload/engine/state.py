@@ -249,14 +249,14 @@ class EngineState:
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:
         """Context with the stand-ins in all modules, also for resident units. Reads no weights."""
-        resident = [unit for unit in self.units if unit.resident]
-        for unit in resident:
-            unit.install(unit.placeholders)
+        stand_ins = dict(enumerate(self.ownership.placeholders))
+        for unit in self.units:
+            unit.install(stand_ins)
         try:
             yield
         finally:
-            for unit in resident:
-                unit.install(unit.live())
+            for unit in self.units:
+                unit.install(unit.live() if unit.resident else unit.placeholders)
 
     def make_resident(self, names: set[str]) -> None:
         """Keep units with weights read from outside on the device, as far as memory allows."""
@@ -271,16 +271,26 @@ class EngineState:
 
         Raises DoesNotFitError; the unit then streams as before.
         """
+        regions = set(unit.regions)
         self.slots.keep(unit.regions)
         self.slots.compute_after_resident()
         self.executor.reset()
-        for other in self.units:
-            if any(region in unit.regions for region in other.regions):
+        others = [other for other in self.units if other is not unit and not regions.isdisjoint(other.regions)]
+        unit.forget_live()
+        for other in others:
+            if not other.resident:  # these weights were in a slot
                 other.forget_live()
         for region in unit.regions:
             self.gradients.make_lasting(region)
         unit.keep_on_device()
         unit.install(unit.live())
+        for other in others:
+            other.tie(unit)
+
+    def settle(self) -> None:
+        """Restore the forwards of units kept on the device, after a snapshot from before has put back others."""
+        for unit in self.units:
+            unit.settle()
 
     def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""
@@ -320,6 +330,7 @@ class EngineState:
     def close(self, restore: bool) -> None:
         """Undo the rerouting, restore real parameters with `restore`, and free the tiers."""
         parameters: dict[int, nn.Parameter] = {}
+        stand_ins = dict(enumerate(self.ownership.placeholders))
         for unit in self.units:
             unit.unroute()
             for place in unit.places:
@@ -328,7 +339,7 @@ class EngineState:
                     value = self.store.values.read(index).to(self.device.torch_device, self.dtypes[index])
                     trainable = self.infos[index].trainable if current is None else current.requires_grad
                     parameters[index] = nn.Parameter(value, requires_grad=trainable)
-                put_parameters([place], parameters if restore else unit.placeholders)
+                put_parameters([place], parameters if restore else stand_ins)
             unit.forget_live()
         self.caches.turn(on=True)
         self.runner.stages.undo()

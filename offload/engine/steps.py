@@ -345,7 +345,8 @@ class Steps:
         for unit in state.units:
             buffers.update(*(variant.buffers for variant in unit.variants.values()))
         notes = [place for unit in state.units for place in unit.mutable_attributes]
-        return Snapshot(state.device, state.runner.is_weight, self._modules, buffers, notes)
+        ignores = state.runner.is_weight
+        return Snapshot(state.device, ignores, self._modules, buffers, notes, settle=state.settle)
 
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -369,6 +370,26 @@ def test_modules_without_weights_may_be_shared_by_models() -> None:
     engine.step(words(), cross_entropy)
     engine.close()
     assert torch.isfinite(build(SharesAnActivation)(words()["x"].cpu())).all()
+
+
+def test_a_weight_read_during_a_recording_is_a_tensor_as_its_placeholder_says() -> None:
+    """torch's `weight_norm` takes over the strides: over an expanded element its kernel wrote past the end."""
+    engine = Engine(build(Stack))
+    ownership = parts_of(engine).ownership
+    for watches in (False, True):
+        with ownership.watched() if watches else contextlib.nullcontext():
+            for placeholder in ownership.placeholders:
+                value: Tensor = placeholder.values()
+                for tensor in (value, *(view.values() for view in placeholder.split(1))):
+                    assert tensor.untyped_storage().nbytes() >= tensor.nbytes
+                assert value.stride() == placeholder.stride()
+                assert value.is_contiguous()
+                assert placeholder.is_contiguous()
+                assert (value.shape, value.dtype, value.device) == (
+                    placeholder.shape,
+                    placeholder.dtype,
+                    placeholder.device,
+                )
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from offload import SGD, AdamW, Engine
+from offload import SGD, AdamW, Engine, Placement
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, backward_both, same_bits, train_both, update_both, weights
 from tests.engine.device import twin
-from tests.engine.families import batches, build, gemma2, llama, tokens
+from tests.engine.families import SIZES, batches, build, gemma2, llama, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference, count_labels
 from tests.engine.sizes import elements, tier_bytes
+from tests.integrations.plain import needs
+from tests.matrix import quick
 
 
 def freeze(model: nn.Module, *parts: str) -> nn.Module:
@@ -186,6 +191,88 @@ def test_an_expert_that_did_not_run_keeps_weights_moments_and_count(
                 assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq)
 
 
+# -- in-place changes of frozen results --------------------------------------------------------------------------------
+
+
+class SeveralViews(nn.Module):
+    """Frozen, with results that are views of one tensor, of the input, or of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+        y = nn.functional.linear(h, self.weight)
+        pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
+        return y, y[1:], h.view(-1, WIDTH), pairs.conj(), torch.view_as_real(pairs)
+
+
+def add_to_second(h: Tensor, views: Sequence[Tensor], t: Tensor) -> Tensor:
+    views[1].add_(t[1:])
+    return views[0] + h
+
+
+def add_to_input(h: Tensor, views: Sequence[Tensor], t: Tensor) -> Tensor:
+    views[2].mul_(t.view(-1, WIDTH))
+    return views[0] + h
+
+
+def multiply_complex(h: Tensor, views: Sequence[Tensor], t: Tensor) -> Tensor:
+    views[3].mul_(torch.view_as_complex(t.unflatten(-1, (-1, 2))))
+    return torch.view_as_real(views[3].resolve_conj()).flatten(-2) + h
+
+
+def add_to_real(h: Tensor, views: Sequence[Tensor], t: Tensor) -> Tensor:
+    views[4].add_(t.unflatten(-1, (-1, 2)))
+    return views[4].flatten(-2) + h
+
+
+def changing(change: Callable[[Tensor], Any]) -> Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]:
+    def run(h: Tensor, views: Sequence[Tensor], t: Tensor) -> Tensor:
+        change_in_place: Any = change
+        change_in_place(views[0], t)
+        return views[0] + h
+
+    return run
+
+
+IN_PLACE: dict[str, Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]] = {
+    "add": changing(lambda y, t: y.add_(t)),
+    "multiply": changing(lambda y, t: y.mul_(t)),
+    "copy": changing(lambda y, t: y.copy_(t)),
+    "slice": changing(lambda y, t: y[:, :2].add_(t[:, :2])),
+    "item": changing(lambda y, t: y.__setitem__(0, t[0])),
+    "transposed": changing(lambda y, t: y.transpose(0, 1).add_(t.transpose(0, 1))),
+    "flat": changing(lambda y, t: y.view(-1, WIDTH).add_(t.view(-1, WIDTH))),
+    "second view": add_to_second,
+    "view of the input": add_to_input,
+    "complex view": multiply_complex,
+    "real view": add_to_real,
+}
+
+
+class AddsInPlace(Stack):
+    """A trained tensor changes the result of a frozen unit without a gradient in place, as GraLoRA does."""
+
+    def __init__(self, change: Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.frozen, self.trained, self.change = SeveralViews(), nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x).clone()
+        h = self.change(h, self.frozen(h), self.trained(h.clone()))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("change", quick(IN_PLACE, ["add", "view of the input"]))
+def test_a_result_of_a_frozen_unit_may_be_changed_in_place(change: str) -> None:
+    """Torch forbids in-place changes to a view made under no_grad."""
+    model = freeze(build(lambda: AddsInPlace(IN_PLACE[change])), "embedding", "frozen")
+    train_both(model, [words(0), words(1)], loss_fn=cross_entropy)
+
+
 # -- tied -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +290,82 @@ def test_a_tied_weight_is_stored_once_and_named_once(precision: str) -> None:
 
 def test_a_tied_weight_may_be_frozen() -> None:
     train_both(freeze(build(gemma2), "embed_tokens"), batches(2))
+
+
+def masked(family: str) -> nn.Module:
+    """Return a masked language model whose head has one bias under two names."""
+    sizes = SIZES | {"max_position_embeddings": 32, "embedding_size": 16, "pad_token_id": 0}
+    return getattr(transformers, f"{family}ForMaskedLM")(getattr(transformers, f"{family}Config")(**sizes))
+
+
+class ThreeUsers(Stack):
+    """Embedding, head and a small scale share weights; a block reads the scale of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.scale = self.blocks[0].norm.weight
+        self.end = nn.LayerNorm(WIDTH)
+        self.end.weight = self.blocks[1].norm.weight = self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.end(h * self.scale)) + self.blocks[2].down.bias.sum()
+
+
+def adapted() -> nn.Module:
+    """Return a tied model with trained low-rank products beside the embedding and the head."""
+    needs("peft")
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = llama(tie_word_embeddings=True)
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=targets, ensure_weight_tying=True))
+
+
+SHARING: dict[str, Callable[[], nn.Module]] = {
+    **{family: partial(masked, family) for family in ("Bert", "Roberta", "Albert", "DebertaV2", "MPNet")},
+    "tied llama": partial(llama, tie_word_embeddings=True),
+    "tied llama with an adapter": adapted,
+    "three users": ThreeUsers,
+}
+RESIDENCES: dict[str, dict[str, Any]] = {
+    "streamed": {"placement": Placement(parameters="cpu", optimizer="cpu")},
+    "on the device": {"placement": Placement(parameters="device", optimizer="device")},
+}
+
+
+def shared_names(model: nn.Module) -> set[frozenset[str]]:
+    """Return the names of each parameter object."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return set(map(frozenset, names.values()))
+
+
+@pytest.mark.filterwarnings("ignore:unit .* is read from outside")
+@pytest.mark.parametrize("residence", quick(RESIDENCES, ["streamed"]))
+@pytest.mark.parametrize("make", quick(SHARING, ["Bert", "three users"]))
+def test_a_parameter_with_several_names_is_one_parameter_under_an_engine(make: str, residence: str) -> None:
+    """Otherwise code over all parameters, such as torch's `clip_grad_norm_`, takes one gradient twice."""
+    model = build(SHARING[make])
+    names = shared_names(model)
+    assert any(len(each) > 1 for each in names)
+    batch, loss_fn = (words(), cross_entropy) if make == "three users" else (tokens(), None)
+    engine = Engine(model, **RESIDENCES[residence])
+    assert shared_names(model) == names
+    for _ in range(2):  # the first step makes units resident
+        engine.step(batch, loss_fn=loss_fn)
+        assert shared_names(model) == names
+    with parts_of(engine).with_placeholders():
+        assert shared_names(model) == names
+    assert shared_names(model) == names
+    engine.evaluate(batch, loss_fn=loss_fn)
+    assert shared_names(model) == names
+    engine.close(restore=True)
+    assert shared_names(model) == names
 
 
 # -- kept in fp32 ---------------------------------------------------------------------------------------------------

@@ -126,12 +126,17 @@ class NoDropoutMode(TorchFunctionMode):
 def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Snapshot]:
     """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
-    Restores all state afterwards, also resident weights changed by model code.
+    Restores all state afterwards, also grad mode and resident weights changed by model code.
     """
-    snapshot = Snapshot(state.device, state.runner.is_weight, roots={"": state.model, **roots})
+    roots = {"": state.model, **roots}
+    snapshot = Snapshot(state.device, state.runner.is_weight, roots=roots, settle=state.settle)
     versions = state.slots.versions()
     try:
-        with state.runner.as_engine_calls(), state.runner.stages.paused():
+        with (
+            state.runner.as_engine_calls(),
+            state.runner.stages.paused(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+        ):
             yield snapshot
     finally:
         snapshot.put_back()
@@ -156,29 +161,28 @@ class PassComparator:
         sampling_context: Callable[[], AbstractContextManager[Any]] = (
             nullcontext if has_equal_samples else NoDropoutMode
         )
-        with (
-            state.runner.saved.trial_mode(),
-            isolated(state, passes.roots) as snapshot,
-            torch.set_grad_enabled(passes.has_backward),
-        ):
-            with sampling_context():
-                plain = self._run_plain(passes, snapshot)
+        with state.runner.saved.trial_mode(), isolated(state, passes.roots) as snapshot:
+
+            def run(passes_of: Callable[[PassPair, Snapshot], PassObservations]) -> PassObservations:
+                """Each run ends with `put_back`, also of modes: a context for several runs would be lost."""
+                with torch.set_grad_enabled(passes.has_backward), sampling_context():
+                    return passes_of(passes, snapshot)
+
+            plain = run(self._run_plain)
             if not has_equal_samples and state.comm.any(plain.has_sampled, "random numbers of a trial run"):
                 sampling_context = partial(in_eval_mode, state.model)  # some models refuse a backward in eval mode
-                with sampling_context():
-                    plain = self._run_plain(passes, snapshot)
-            with sampling_context():
-                streamed = self._run_streamed(passes, snapshot)
+                plain = run(self._run_plain)
+            streamed = run(self._run_streamed)
+            result = self._settle(plain, streamed, is_exact)
+            if result.has_failed:
+                error, streamed = streamed.error, run(self._run_streamed)
+                if error is not None and streamed.error is None:  # a random failure: the caller's own error
+                    raise error
                 result = self._settle(plain, streamed, is_exact)
-                if result.has_failed:
-                    error, streamed = streamed.error, self._run_streamed(passes, snapshot)
-                    if error is not None and streamed.error is None:  # a random failure: the caller's own error
-                        raise error
-                    result = self._settle(plain, streamed, is_exact)
-                if result.difference:
-                    # Compare an unstable model only in the properties where two plain passes agree.
-                    again = self._run_plain(passes, snapshot)
-                    result = self._settle(plain, streamed, is_exact, again)
+            if result.difference:
+                # Compare an unstable model only in the properties where two plain passes agree.
+                again = run(self._run_plain)
+                result = self._settle(plain, streamed, is_exact, again)
         return result
 
     def _settle(

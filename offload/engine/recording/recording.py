@@ -203,6 +203,7 @@ class Recording:
         roots, inputs = ([t for t in tensors if t.requires_grad] for tensors in (result.tensors, leaves))
         if not roots or not inputs:
             return True
+        torch.clear_autocast_cache()  # a checkpoint inside autocast would use the casts of the forward
         detector = _WeightReadDetector(self.runner)
         with unit.installed(), detector:
             torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)

@@ -151,7 +151,8 @@ class TrialRuns:
         self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, has_full_length: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
         def run(inputs: Batch, **extra: Any) -> Any:
-            return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
+            with isolated(self._state, self._roots):  # each run starts from the same state
+                return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
         head, loss = None, as_loss(loss_fn)
         if loss.counts_groups and not loss.needs.allows_chunks:
@@ -214,8 +215,13 @@ class TrialRuns:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = f"{self.known.signature_of_call(args, kwargs)} {self._model.training}"
         if signature not in self.known.watched_calls:
-            with isolated(self._state, self._roots):
-                self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
+            roots = {"arguments": (args, kwargs)}
+
+            def call(_: Recording) -> None:
+                with isolated(self._state, roots):
+                    _call_on_copies(self._model, args, kwargs)
+
+            self._run_until_settled(call)
             self.forget_traffic()
             self.known.watched_calls.add(signature)
 

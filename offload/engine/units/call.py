@@ -337,7 +337,28 @@ def call_unit_without_graph(
             results = run_without_backward(unit, runner, arguments, draws=False)
     finally:
         runner.leave()
-    return results[0], runner.join(unit, results)
+    tensors = runner.join(unit, results)
+    return results[0], _renew_views(tensors, arguments.tensors) if torch.is_grad_enabled() else tensors
+
+
+def _renew_views(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return results computed under no_grad with new views in place of views.
+
+    The caller may add a trained tensor to a frozen result in place, but torch forbids this for a view made under
+    no_grad. Views of one tensor stay views of one tensor, also of an input or of another result.
+    """
+    bases: dict[int, torch.Tensor] = {}
+    renewed = []
+    for tensor in results:
+        base = tensor._base
+        if base is not None:
+            is_known = any(base is t or base is t._base for t in inputs) or any(base is t for t in results)
+            root = bases.setdefault(id(base), base if is_known else base.detach())
+            is_strided = tensor.dtype == base.dtype and tensor.is_conj() == base.is_conj()
+            places = tensor.shape, tensor.stride(), tensor.storage_offset()
+            tensor = root.as_strided(*places) if is_strided else tensor.detach()
+        renewed.append(tensor)
+    return renewed
 
 
 def run_without_backward(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:

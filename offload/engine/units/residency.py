@@ -218,7 +218,8 @@ class ModelOwnership:
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh CPU copy in the compute dtype."""
         if self._is_watched:
-            return torch.full((), float("nan"), dtype=DTYPES[info.compute]).expand(info.shape)
+            # Not one expanded element: kernels rely on the strides of the placeholder, and would write past its end.
+            return torch.full(info.shape, float("nan"), dtype=DTYPES[info.compute])
         queries = self._queries()
         if queries is None:
             raise ConfigError(f"{info.name} {self.state}")

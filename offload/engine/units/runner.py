@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
@@ -21,6 +22,7 @@ from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
+from offload.engine.units.torch_state import with_own_cache
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
@@ -165,6 +167,8 @@ class UnitRunner:
         """Run the unit module by `forward`; return (result, container changes)."""
         if unit in self.writes.parameters:
             forward = self.writes.checked(unit, forward)
+        if parametrize._cache_enabled:
+            forward = with_own_cache(forward)
         has_installed = unit.install_live()
         self._is_in_model = True
         try:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import copy_collected, find_collectors
 from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, restore_dict
+from offload.engine.units.torch_state import TorchState
 from offload.tiers.device import Device
 
 _T = TypeVar("_T")
@@ -47,7 +48,8 @@ def buffers_of(modules: Iterable[nn.Module]) -> dict[BufferPlace, torch.Tensor]:
 
 
 class Snapshot:
-    """State at one moment: random generators, `modules`, and all objects reachable from attributes and `roots`.
+    """State at one moment: random generators, `modules`, all objects reachable from attributes and `roots`, and, with
+    `roots`, the global state of torch.
 
     A forward may assign to module attributes and buffers, register hooks, and change mutable values in place.
     Attributes include `training` and buffer bookkeeping (for example the length of a grown table).
@@ -63,15 +65,18 @@ class Snapshot:
         may_repeat: bool = True,
         last: Snapshot | None = None,
         roots: Mapping[str, Any] = MappingProxyType({}),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the snapshot.
 
         `ignores`: True for a tensor over engine weights. `moving`: buffers with possible in-place changes. `roots`:
         objects by name, e.g. a model, a batch, a loss function. `may_repeat`: random draws after this moment may need
         to be repeated. `last`: the previous snapshot; if no Python or numpy random number was drawn since then,
-        `last.repeated` repeats none.
+        `last.repeated` repeats none. `settle`: called after `put_back`, for attributes of the engine in the modules.
         """
         self._device, self._ignores, self._modules = device, ignores, modules
+        self._torch_state = TorchState(device.torch_device.type) if roots else None
+        self._settle = settle
         self._mutable_attributes, self._roots = mutable_attributes, roots
         self.random = device.random_state()
         before = None if last is None else last._rng_state
@@ -112,6 +117,9 @@ class Snapshot:
         if RemovableHandle.next_id > self._next_hook:
             for module in self._modules:
                 _drop_hooks(module, self._next_hook)
+        if self._torch_state is not None:
+            self._torch_state.put_back()
+        self._settle()
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -194,11 +202,11 @@ class DictSnapshots:
         return zip(self._dicts, self._saved, strict=True)
 
     def put_back(self) -> None:
-        """Restore the dicts, except for "forward": a unit kept on the device has regained the original one."""
+        """Restore the dicts."""
         if self.are_unchanged:
             return
         for live, before in self.pairs():
-            restore_dict(live, before, skipped=("forward",))
+            restore_dict(live, before)
 
 
 _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]

@@ -75,12 +75,12 @@ def _is_foreign(value: Any) -> bool:
     return (owner.__module__ or "").partition(".")[0] in _FOREIGN
 
 
-def restore_dict(live: MutableMapping[Any, Any], saved: Mapping[Any, Any], skipped: Sequence[str] = ()) -> None:
-    """Restore the items of a dict one by one, since other code may read at any time. `skipped`: unchanged keys."""
-    for key in [key for key in live if key not in saved and key not in skipped]:
+def restore_dict(live: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Restore the items of a dict one by one, since other code may read at any time."""
+    for key in [key for key in live if key not in saved]:
         del live[key]
     for key, value in saved.items():
-        if key not in skipped and (key not in live or live[key] is not value):
+        if key not in live or live[key] is not value:
             live[key] = value
 
 
@@ -166,8 +166,8 @@ class StateSnapshot:
         else:
             self._visit_object(value, path)
 
-    def _add_dict(self, live: MutableMapping[Any, Any], skipped: Sequence[str] = ()) -> None:
-        self._saved.append((partial(restore_dict, live, skipped=skipped), dict(live)))
+    def _add_dict(self, live: MutableMapping[Any, Any]) -> None:
+        self._saved.append((partial(restore_dict, live), dict(live)))
 
     def _visit_each(self, values: Any, path: str) -> None:
         self.leaves[f"the length of {path}"] = len(values)
@@ -188,8 +188,8 @@ class StateSnapshot:
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         own, begin = dict(vars(module)), f"{path}." if path else ""
-        own.pop("forward", None)
-        self._add_dict(vars(module), ("forward",))
+        own.pop("forward", None)  # restored, but not followed: it may refer to a whole trainer
+        self._add_dict(vars(module))
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value

@@ -60,12 +60,15 @@ class Unit:
         self.traits = UnitTraits()
         self.variants: dict[Hashable, UnitTraits] = {}
         self.placeholders: dict[int, nn.Parameter] = {}
+        """Parameters in the module between uses: stand-ins, or for tied weights those of a unit on the device."""
+        self._tied: dict[int, nn.Parameter] = {}  # Parameters of other units that stay on the device.
         self._installed: Mapping[int, nn.Parameter] = {}  # Parameters installed last.
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
         self._attribute_types: list[type] = []
         self._mutable_attributes: Collection[AttributePlace] = ()
         self._original: Callable[..., Any] | None = None
+        self._routed: Callable[..., Any] | None = None
         self._own_forward: Callable[..., Any] | None = (
             None  # Value of `module.__dict__["forward"]` before routing, or None.
         )
@@ -122,6 +125,16 @@ class Unit:
         self._installed = parameters
         put_parameters(self.places, parameters)
 
+    def tie(self, other: Unit) -> None:
+        """Show the Parameters of `other`, which stays on the device, for all weights of both units.
+
+        A tied weight is one Parameter of the model, before and under an engine. Uses of this unit have their own views.
+        """
+        tied = {index: parameter for index, parameter in other.live().items() if index in self.placeholders}
+        self._tied.update(tied)
+        self.placeholders.update(tied)
+        self.install_placeholders()
+
     def install_placeholders(self) -> None:
         """Put the placeholders back after an aborted pass, so no view of slot memory remains in the module."""
         if not self.resident:
@@ -133,6 +146,8 @@ class Unit:
         if offset not in self._live:
             live = self._make_live(self.regions)  # A unit has each parameter as one piece.
             self._live[offset] = {piece.parameter: parameter for piece, parameter in live.items()}
+            if self.resident:
+                self._live[offset] |= self._tied
             self._mark(self._live[offset])
         return self._live[offset]
 
@@ -197,7 +212,7 @@ class Unit:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return receiver.target(self, args, kwargs)
 
-        self.module.forward = forward
+        self.module.forward = self._routed = forward
 
     def warn_of_residency(self, num_bytes: int) -> None:
         """Warn about `num_bytes` weight bytes staying on the device. A cut layer raises ConfigError instead."""
@@ -213,13 +228,20 @@ class Unit:
 
     def unroute(self) -> None:
         """Restore the forward of the module."""
-        if self._original is None:
-            return
+        if self._original is not None:
+            self._put_own_forward()
+            self._original = None
+
+    def settle(self) -> None:
+        """Restore the forward again if a snapshot from before `unroute` has put the redirection back."""
+        if self._original is None and self._routed is not None and vars(self.module).get("forward") is self._routed:
+            self._put_own_forward()
+
+    def _put_own_forward(self) -> None:
         if self._own_forward is None:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.forward = self._own_forward
-        self._original = None
 
     def install_live(self) -> bool:
         """Install the device weights unless installed already; return True if anything was installed.
