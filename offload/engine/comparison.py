@@ -34,8 +34,8 @@ class Tolerance(NamedTuple):
 _TOLERANCES = {
     (OTHER_ORDER, False): Tolerance(1e-4, 1e-4, 1e-6, 1e-5, 1e-5, 3.4526698e-4),
     (OTHER_ORDER, True): Tolerance(3e-2, 3e-2, 4e-3, 2**-6, 1e-2, 8.8388348e-2),
-    (OTHER_KERNELS, False): Tolerance(1e-4, 1e-3, 0.0, 1e-5, 1e-5, 3.4526698e-4),
-    (OTHER_KERNELS, True): Tolerance(3e-2, 1e-1, 0.0, 2**-6, 1e-2, 8.8388348e-2),
+    (OTHER_KERNELS, False): Tolerance(1e-4, 1e-3, 1e-6, 1e-5, 1e-5, 3.4526698e-4),
+    (OTHER_KERNELS, True): Tolerance(3e-2, 1e-1, 4e-4, 2**-6, 1e-2, 8.8388348e-2),
 }
 """Tolerances by (difference between the runs, True for 16-bit tensors)."""
 
@@ -141,16 +141,24 @@ class Sketch:
         return 0.0 if torch.equal(self.sums.isfinite(), other.sums.isfinite()) else math.inf
 
 
-def relative_distance(ones: Iterable[Sketch | None], others: Iterable[Sketch | None]) -> float:
-    """Return the distance of all tensors together, relative to the norm of `ones`. NaN counts as infinity.
+def largest_excess(
+    ones: Iterable[Sketch | None], others: Iterable[Sketch | None], share: float, rounding: float
+) -> float:
+    """Return the largest distance of a tensor, relative to the own norm, above the allowed distance. 0: none.
 
-    None equals zeros.
+    Allowed are `share` of the own norm (in `ones`) and `rounding` of the norm of all tensors: some are only the
+    rounding error of cancelling terms. NaN counts as infinity, None equals zeros.
     """
     pairs = list(zip_longest(ones, others))
-    norm = math.hypot(*(one.norm for one, _ in pairs if one), 0.0)
-    distance = math.hypot(*(_distance(one, other) for one, other in pairs), 0.0)
-    ratio = distance / norm if norm else distance
-    return math.inf if math.isnan(ratio) else ratio
+    norms = [0.0 if one is None else one.norm for one, _ in pairs]
+    least = rounding * math.hypot(*norms, 0.0) + 1e-30
+    excess = 0.0
+    for (one, other), norm in zip(pairs, norms, strict=True):
+        distance = _distance(one, other)
+        if not distance <= share * norm + least:
+            ratio = distance / norm if norm else math.inf
+            excess = max(excess, math.inf if math.isnan(ratio) else ratio)
+    return excess
 
 
 def _distance(one: Sketch | None, other: Sketch | None) -> float:

@@ -22,7 +22,7 @@ from offload.engine.comparison import (
     Sketch,
     are_near,
     gradient_deviations,
-    relative_distance,
+    largest_excess,
     same_bits,
     tolerance,
 )
@@ -441,9 +441,20 @@ def test_distances_are_relative() -> None:
     assert not are_near(one, other)
     assert are_near(one.bfloat16(), other.bfloat16())
     assert are_near(one, one + 1e-6)
-    found = relative_distance([Sketch.of(one)], [Sketch.of(other)])
+    found = largest_excess([Sketch.of(one)], [Sketch.of(other)], 0.0, 0.0)
     assert 0.5 < found / (1e-3 / math.sqrt(1000)) < 2
-    assert relative_distance([Sketch.of(one)], [Sketch.of(other[:3])]) == math.inf
+    assert largest_excess([Sketch.of(one)], [Sketch.of(other[:3])], 1.0, 0.0) == math.inf
+
+
+def test_a_small_tensor_is_compared_with_itself() -> None:
+    """Break: one distance for all tensors."""
+    large, small = torch.full((100,), 1e3), torch.full((100,), 1.0)
+    ones, others = [Sketch.of(large), Sketch.of(small), None], [Sketch.of(large), Sketch.of(small * 1.34), None]
+    assert largest_excess(ones, others, 0.1, 1e-6) == pytest.approx(0.34, rel=0.01)
+    assert not largest_excess(ones, others, 0.4, 0.0)
+    assert not largest_excess(ones, others, 0.1, 1e-3), "the rounding error of the large one"
+    assert largest_excess(ones, [*others[:2], Sketch.of(small)], 0.4, 0.0) == math.inf
+    assert largest_excess(ones, [Sketch.of(large * math.nan), *others[1:]], 0.4, 0.0) == math.inf
 
 
 def test_a_gradient_may_be_the_rounding_error_of_the_others() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.engine.comparison import OTHER_KERNELS, Sketch, relative_distance, same_bits, tolerance
+from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
 from offload.engine.units.stages import Forward, Stage, Use
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
@@ -29,7 +31,8 @@ _GRAPH_SHARE = 0.99
 """Part of a graph that a compiled block may keep for the backward (torch: `activation_memory_budget`).
 
 Below 1, the backward computes again all operations that torch can fuse. The outputs of matrix products and attention
-stay (arXiv:2205.05198).
+stay (arXiv:2205.05198). A graph with random numbers has 1: below 1, torch may draw the numbers of a dropout again in
+the backward, and these are others.
 """
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
@@ -153,13 +156,14 @@ class CompiledForwards(Stage):
         if self.num_graphs > before:
             return Verdict("it would be recompiled in each use, because values that its code reads change")
         allowed, needs_graph = tolerance(OTHER_KERNELS, results), False
-        if (distance := relative_distance(map(Sketch.of, results), map(Sketch.of, compiled_results))) > allowed.result:
-            return Verdict(f"its compiled results differ by {distance:.3g} of their norm")
+        pair = map(Sketch.of, results), map(Sketch.of, compiled_results)
+        if excess := largest_excess(*pair, allowed.result, allowed.rounding):
+            return Verdict(f"a compiled result differs by {excess:.3g} of its norm")
         if has_graph:
             with_graph, compiled_gradients = run(function, True)
             needs_graph = not all(map(same_bits, compiled_results, with_graph))
-            if (distance := relative_distance(gradients, compiled_gradients)) > allowed.gradient:
-                return Verdict(f"its compiled gradients differ by {distance:.3g} of their norm")
+            if excess := largest_excess(gradients, compiled_gradients, allowed.gradient, allowed.rounding):
+                return Verdict(f"a compiled gradient differs by {excess:.3g} of its norm")
         if all(map(same_bits, compiled_results, repeated_results)):
             return Verdict(needs_graph=needs_graph)
         return Verdict("its compiled results differ from run to run")
@@ -215,8 +219,25 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
     options = dict[str, Any]()
     if BACKEND == "inductor":
         options["config_patches"] = {"fallback_random": True}  # Draws the same random numbers in the same order.
-    with config.patch(activation_memory_budget=_GRAPH_SHARE):
+    with config.patch(activation_memory_budget=1.0 if _is_random(graph, inputs) else _GRAPH_SHARE):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
+
+
+class _SeedWatch(TorchDispatchMode):
+    """Finds operations that draw random numbers."""
+
+    has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _is_random(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether a graph draws random numbers. The graph runs without data."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _SeedWatch() as watch:
+        graph(*[torch.empty_like(t) if isinstance(t, torch.Tensor) else t for t in inputs])
+    return watch.has_drawn
 
 
 def _own_limits() -> dict[str, Any]:
