@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from offload.errors import ConfigError
 from offload.extras.data import formats
 from offload.extras.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
 from offload.extras.data.rows import BadRow
-from tests.data.asked import files_of
+from tests.data.asked import files_of, source_of
 
 SYSTEM = {"role": "system", "content": "x"}
 USER = {"role": "user", "content": "Hi"}
@@ -215,6 +218,8 @@ def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -
         (["id", "query", "response"], "{prompt: query, completion: response}"),
         (["prompt", "reply"], "{prompt: prompt, completion: reply}"),
         (["body", "question"], "{text: NAME}"),
+        (["answer", "context", "question"], "{instruction: question, input: context, output: answer}"),
+        (["context", "instruction", "response"], "{instruction: instruction, input: context, output: response}"),
     ],
 )
 def test_columns_with_usual_names_are_told_as_what_they_are(keys: list[str], columns: str) -> None:
@@ -229,3 +234,75 @@ def test_a_renamed_key_that_no_format_reads_is_refused(write_lines: Callable[...
         (file,) = files_of(str(path))
         with pytest.raises(ConfigError, match=rf"has the key '{key}' for .*a\.jsonl.* \(did you mean {meant}\?\)"):
             detect_format(replace(file, columns={key: "id"}))
+
+
+ROLES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "note"),
+    [
+        ({"text": "a b c", "id": 1, "empty": None, "none": []}, {}, "the column 'id'. To read one, map it .*: text"),
+        ({"text": "a b c"}, {}, None),
+        ({"body": "a b c", "n": 1}, {"text": "body"}, "the column 'n'"),
+        (
+            {"messages": ROLES, "documents": [{"text": "x"}], "label": True},
+            {},
+            r"the column 'documents'. .* system, tools",
+        ),
+        (
+            {"messages": ROLES, "system_message": "x"},
+            {},
+            r"the column 'system_message'. To read 'system_message', set --data.columns '\{system: system_message\}'",
+        ),
+        (
+            {"instruction": "a", "context": "x", "response": "b", "category": "qa"},
+            {"output": "response"},
+            r"the columns 'category', 'context'. .* --data.columns '\{output: response, input: context\}'",
+        ),
+        (
+            {"question": "a", "context": "x", "completion": "b"},
+            {"prompt": "question"},
+            r"the column 'context'. .*'\{instruction: question, output: completion, input: context\}'",
+        ),
+        ({"text": "a b c", **{f"k{i}": i for i in range(9)}}, {}, "the columns 'k0', .*'k7' and 1 more"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_columns_without_effect_are_told_with_the_setting_to_read_one(
+    row: dict[str, Any], columns: dict[str, str], note: str | None, ending: str, tmp_path: Path, dataset_of: Any
+) -> None:
+    """Once for each source, also from the cache; and the setting in the note reads the column."""
+    path = tmp_path / f"a.{ending}"
+    if ending == "jsonl":
+        path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    else:
+        row = {key: value for key, value in row.items() if value not in (None, [])}
+        pq.write_table(pa.Table.from_pylist([row] * 2), path)
+    for _ in range(2):
+        notes = [each for each in dataset_of(source_of(str(path), columns=columns)).notes if "not read" in each]
+        assert len(notes) == (note is not None)
+    if note is None:
+        return
+    assert re.search(f"not read: {note}", notes[0])
+    if given := re.search(r"To read '(\w+)', set --data.columns '\{(.*)\}'", notes[0]):
+        read = dict(pair.split(": ") for pair in given[2].split(", "))
+        data = dataset_of(source_of(str(path), columns=read))
+        assert "x" in data.tokenizer.decode(data.batch(0)["input_ids"][0])
+        assert not any(f"'{given[1]}'" in each for each in data.notes)
+
+
+def test_roles_without_an_assistant_are_told(tmp_path: Path, dataset_of: Any) -> None:
+    """Break: advise to train on all tokens."""
+    strange = {"messages": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(strange) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"none to train on: .* No message has the role assistant \(roles: bot, human\)"
+    ) as error:
+        dataset_of(path)
+    assert "train_on_prompt" not in str(error.value)
+    path.write_text(json.dumps(strange) + "\n" + json.dumps({"messages": ROLES}) + "\n")
+    assert any(
+        "1 row. No message has the role assistant (roles: bot, human)" in each for each in dataset_of(path).notes
+    )

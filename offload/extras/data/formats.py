@@ -7,7 +7,7 @@ row files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from offload.extras.data.row_keys import (
     TEMPLATE_KEYS,
     check_row,
     columns_for,
+    is_empty,
     mark_of,
     refused_in,
     typed,
@@ -50,9 +51,12 @@ _KEYS = {
 _USUAL_NAMES = {
     "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
     "completion": ("completion", "answer", "response", "output", "solution", "target", "reply"),
+    "input": ("context", "passage", "article", "document", "paragraph", "background", "evidence"),
+    "system": ("system_message", "instructions", "system"),
 }
-"""Usual column names for prompt and completion in other data sets."""
+"""Usual column names for texts in other data sets."""
 _NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
+_NUM_NAMED = 8  # columns in a note
 _NUM_FIRST = 10  # rows searched for a readable one
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -154,6 +158,14 @@ def texts_of(record: Record) -> list[str]:
     ]
 
 
+def untrained_roles(record: Record) -> set[str]:
+    """Return the roles in a conversation if no message is trained and none has the role assistant."""
+    if not isinstance(record, Chat) or any(record.trains(index) for index in range(len(record.messages))):
+        return set()
+    roles = {message["role"] for message in record.messages}
+    return set() if "assistant" in roles else roles
+
+
 def picture_bytes(record: Record) -> int:
     """Return the picture bytes stored inside a record."""
     return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
@@ -233,10 +245,40 @@ def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) ->
 
 def _example_renaming(names: list[str]) -> str:
     """Return an example value for data.columns, with usual prompt and answer columns if present."""
-    columns = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
-    if None in columns.values():
+    prompt, completion, context = (_usual_name(key, names) for key in ("prompt", "completion", "input"))
+    if prompt is None or completion is None:
         return "{text: NAME}"
+    if context is not None:
+        return _show_columns({"instruction": prompt, "input": context, "output": completion})
+    return _show_columns({"prompt": prompt, "completion": completion})
+
+
+def _usual_name(key: str, names: Collection[str]) -> str | None:
+    """Return the column with a usual name for a key, or None."""
+    return next((name for name in _USUAL_NAMES[key] if name in names), None)
+
+
+def _show_columns(columns: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{key}: {name}" for key, name in columns.items()) + "}"
+
+
+def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: Mapping[str, str]) -> str:
+    """Return a note about columns without effect, with the setting to read one. `columns`: as `Source.columns`."""
+    listed = ", ".join(map(repr, unread[:_NUM_NAMED]))
+    more = f" and {len(unread) - _NUM_NAMED} more" if len(unread) > _NUM_NAMED else ""
+    known = {key for each in data_formats for key in _known_keys(each)}
+    context = _usual_name("input", unread) if known & {"input", "completion"} else None
+    system = _usual_name("system", unread) if "system" in known - {"completion"} else None
+    if context is not None and "completion" in known:
+        renamed = {"instruction": "prompt", "output": "completion"}
+        columns = {key: columns.get(other, other) for key, other in renamed.items()}
+    if context is not None or system is not None:
+        key, name = ("input", context) if context is not None else ("system", system)
+        fix = f"To read {name!r}, set --data.columns '{_show_columns({**columns, key: str(name)})}'."
+    else:
+        keys = dict.fromkeys(key for each in data_formats for key in (*_KEYS.get(each, ()), *columns_for(each)))
+        fix = f"To read one, map it to a key of the format by --data.columns: {', '.join(keys)}."
+    return f"not read: the {'column' if len(unread) == 1 else 'columns'} {listed}{more}. {fix}"
 
 
 def _describe_formats() -> str:
@@ -255,10 +297,11 @@ def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping
         )
 
 
-def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]:
+def read_records(file: SourceFile, vocab_size: int, unread: set[str] | None = None) -> Iterator[Record | BadRow]:
     """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
 
-    `vocab_size` decides the id width in a .bin file without header.
+    `vocab_size` decides the id width in a .bin file without header. `unread` receives the columns without effect: in a
+    table with types all of them, in other files each with a value in some row.
     """
     if file.container == "ids":
         yield from _read_tokens(file, vocab_size)
@@ -268,24 +311,42 @@ def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]
         for line, messages in docstring_chats("".join(piece.text for piece in _read_text(file)), file.name):
             yield Chat(f"{file.place}:{line}", messages)
     else:
-        for where, row in read_rows(file, _columns_to_read(file)):
-            yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
+        unread, known = set() if unread is None else unread, _known_keys(file.format)
+        for where, row in read_rows(file, _columns_to_read(file, unread)):
+            if not isinstance(row, dict):
+                yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
+                continue
+            renamed = _rename(row, file.columns)
+            unread.update(key for key in renamed.keys() - known if not is_empty(renamed[key]))
+            yield _parse_row(file, renamed, where)
 
 
-def _columns_to_read(file: SourceFile) -> list[str] | None:
-    """Return the table columns that the format reads. None: not a table."""
+def _known_keys(data_format: str) -> frozenset[str]:
+    """Return the keys with a meaning in a format."""
+    return frozenset((*_KEYS.get(data_format, ()), *columns_for(data_format), *refused_in(data_format)))
+
+
+def _columns_to_read(file: SourceFile, unread: set[str]) -> list[str] | None:
+    """Return the table columns that the format reads. None: not a table. `unread` receives the others."""
     names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
     if names is None:
         return None
     _check_keys(file.format, names, str(file.place), file.columns)
     wanted = (*_KEYS[file.format], *columns_for(file.format), *refused_in(file.format))
-    return list(dict.fromkeys(column for key in wanted if (column := file.columns.get(key, key)) in names))
+    columns = list(dict.fromkeys(column for key in wanted if (column := file.columns.get(key, key)) in names))
+    unread.update(name for name in names if name not in columns)
+    return columns
+
+
+def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with the keys of its format."""
+    if not columns:
+        return row
+    renamed = {key: row[column] for key, column in columns.items() if column in row}
+    return {key: value for key, value in row.items() if key not in columns.values()} | renamed
 
 
 def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
-    if file.columns and isinstance(row, dict):
-        renamed = {key: row[column] for key, column in file.columns.items() if column in row}
-        row = {key: value for key, value in row.items() if key not in file.columns.values()} | renamed
     try:
         return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
     except BadRow as bad:

@@ -28,6 +28,7 @@ from offload.extras.data.formats import (
     picture_bytes,
     read_records,
     texts_of,
+    untrained_roles,
 )
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
 from offload.extras.data.rows import BadRow, BadRows
@@ -76,6 +77,10 @@ class TokenizedData:
     """Rows skipped due to `data.on_bad_row`."""
     bad: tuple[str, ...]
     """Error messages for the first bad rows."""
+    unread: tuple[str, ...]
+    """Columns without effect on the data."""
+    roles: tuple[str, ...]
+    """Roles in conversations without the role assistant and without a trained message."""
 
 
 class SourceFiles:
@@ -128,10 +133,13 @@ class SourceFiles:
         """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
         return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
 
-    def records(self, bad: BadRows) -> Iterator[tuple[bool, str, Record]]:
-        """Yield (in_eval, machine-independent name, record). Bad rows go to `bad`."""
+    def records(self, bad: BadRows, unread: set[str] | None = None) -> Iterator[tuple[bool, str, Record]]:
+        """Yield (in_eval, machine-independent name, record).
+
+        Bad rows go to `bad`, columns without effect to `unread`.
+        """
         for file in self.files:
-            for index, record in enumerate(read_records(file, self._vocab_size)):
+            for index, record in enumerate(read_records(file, self._vocab_size, unread)):
                 if isinstance(record, BadRow):
                     bad.handle(record)
                     continue
@@ -260,19 +268,20 @@ class Preparation:
                 "all" if source_files.is_evaluated else "held out" if source_files.eval_share else "none"
             )
             encoder = Encoder(tokenizer, train_on_prompt, bad, byte_count_scope, workers, batch_encoder=picture_encoder)
-        streams = False
+        streams, unread, roles = False, set[str](), set[str]()
 
         def with_progress() -> Iterator[tuple[bool, Record]]:
             """Yield the records and report progress: characters so far relative to file bytes."""
             nonlocal streams
             num_bytes, done, reported = max(source_files.num_bytes, 1), 0, 0
-            for in_eval, _, record in source_files.records(bad):
+            for in_eval, _, record in source_files.records(bad, unread):
                 done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
                 done += picture_bytes(record)
                 if done - reported >= num_bytes / 100:
                     reported = done
                     self.progress("tokenizing", min(done / num_bytes, 0.99))
                 streams |= isinstance(record, Ids) and record.stream
+                roles.update(untrained_roles(record))
                 yield in_eval, record
 
         for part in encoder.encode(with_progress()) if encoder else _encode_ids(with_progress(), train_on_prompt):
@@ -292,6 +301,8 @@ class Preparation:
             "streams": streams,
             "num_bad": bad.num,
             "bad": bad.examples,
+            "unread": sorted(unread),
+            "roles": sorted(roles),
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         self.progress("tokenizing", 1.0)
@@ -336,4 +347,4 @@ def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
     train, held_out = (TokenStore(folder / name, meta[name]) for name in ("train", "eval"))
     counts = meta["num_empty"], meta["num_split"], meta["streams"], meta["num_bad"]
-    return TokenizedData(train, held_out, *counts, tuple(meta["bad"]))
+    return TokenizedData(train, held_out, *counts, *(tuple(meta[key]) for key in ("bad", "unread", "roles")))

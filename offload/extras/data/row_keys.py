@@ -43,14 +43,15 @@ def typed(value: Any) -> Any:
         return value
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Return True for no value: null, an empty text, list or object, or a text for one of these."""
     return typed(value) in (None, "", [], {})
 
 
 def _is_one_document(value: Any) -> bool:
     """Return True for positions 0, 1, 2, ... in one document, and for a list with one length."""
     value = typed(value)
-    return _is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
+    return is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
 
 
 def _is_one(value: Any) -> bool:
@@ -65,7 +66,7 @@ def _is_not_bad(value: Any) -> bool:
 
 def _is_good(value: Any) -> bool:
     """Return True for true, for numbers above 0, and for no value."""
-    return _is_empty(value) or (_is_not_bad(value) and not isinstance(typed(value), str))
+    return is_empty(value) or (_is_not_bad(value) and not isinstance(typed(value), str))
 
 
 class RowKey(NamedTuple):
@@ -82,7 +83,7 @@ class RowKey(NamedTuple):
     """Formats that refuse a row with a meaningful value."""
     fix: str = ""
     """Remedy in the error message."""
-    says_nothing: Callable[[Any], bool] = _is_empty
+    says_nothing: Callable[[Any], bool] = is_empty
     """True for a value without effect on the training."""
 
 
@@ -300,7 +301,7 @@ def check_row(data_format: str, row: Mapping[str, Any], where: str) -> None:
 def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
     """Return True for a message marked as trained, False for untrained, None without a mark. Raises BadRow."""
     for key, fix in _REFUSED_MARKS.items():
-        if not _is_empty(message.get(key)):
+        if not is_empty(message.get(key)):
             raise BadRow(f"{where} has {key!r}, which is not supported: {fix}.")
     marks = {key: mark for key in MARKS if (mark := typed(message.get(key))) is not None}
     for key, value in marks.items():

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from offload.errors import ConfigError, counted, ratio
+from offload.extras.data.formats import unread_note
 from offload.extras.data.packing import Layout, Rows
 from offload.extras.data.prepare import SourceFiles, TokenizedData
 from offload.extras.data.sources import STDLIB_CHAT, Source
@@ -85,6 +86,8 @@ class SourceRows:
         unmask = "set --data.train_on_prompt true"
         if has_longer:
             fix = f"Raise --data.sequence_length{f', or {unmask}' if has_unmasked else ''}."
+        elif tokens.roles:
+            fix = f"{self._roles}: rename the roles of the data, to user and assistant."
         elif any(store.trained is not None for store in stores):
             fix = f"Give rows with answers, labels or masks to train on{f', or {unmask}' if has_unmasked else ''}."
         else:
@@ -93,6 +96,12 @@ class SourceRows:
             f"has {counted(self.num_tokens, 'token')} but none to train on: a row needs a trained token after another "
             f"token within data.sequence_length={length}. {fix}"
         )
+
+    @property
+    def _roles(self) -> str:
+        """Roles in conversations without a trained message, in words; empty without such."""
+        roles = self.tokens.roles
+        return f"No message has the role assistant (roles: {', '.join(roles)})" if roles else ""
 
     def _has_target(self, store: TokenStore, sequence_length: int, layout: bool) -> bool:
         return Rows.over(store, sequence_length, layout, self.train.pad_id, self.train.group).num_rows > 0
@@ -188,7 +197,11 @@ class SourceRows:
                 f"data.sequence_length={self.train.sequence_length}: {counted(self.num_too_long, 'document')}."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
-            notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.")
+            reason = f" {self._roles}." if self._roles else ""
+            notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.{reason}")
+        if tokens.unread:
+            source = self.source_files
+            notes.append(unread_note(sorted(source.formats), tokens.unread, source.source.columns))
         return [f"{self.name}: {note}" if with_name else note for note in notes]
 
 
