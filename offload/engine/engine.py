@@ -183,19 +183,30 @@ class Engine(StateAccess):
         self._recovery.check_usable()
         return self._own_loop.grad_norm()
 
-    def update(self, max_grad_norm: float | None = None) -> StepResult:
+    def has_gradients(self) -> bool:
+        """For own loops: return whether any rank has gradients since the last update. Collective."""
+        self._recovery.check_usable()
+        return self._own_loop.has_gradients()
+
+    def update(self, max_grad_norm: float | None = None, *, until_zero_grad: bool = False) -> StepResult:
         """For own loops: clip, update, and return the mean loss since the last update, over all ranks.
 
         max_grad_norm: clipping norm for this step instead of the engine's; 0: no clipping. A plain `loss.backward()`
         can replace `backward`; the loss in the result is then NaN, because the engine does not know the loss.
+        until_zero_grad: as after the step of a torch optimizer, the gradients have to be cleared (`zero_grad`) before
+        the next ones are used; otherwise ConfigError. Default: the update clears them.
         """
         self._recovery.check_usable()
-        return self._own_loop.update(max_grad_norm)
+        return self._own_loop.update(max_grad_norm, until_zero_grad)
 
-    def zero_grad(self) -> None:
-        """For own loops: drop the gradients since the last update, if any. Collective."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """For own loops: drop the gradients since the last update, if any. Collective.
+
+        set_to_none: False: parameters with a gradient have one of zero instead, so the next update decays their weights
+        and moments even without another gradient, as in plain PyTorch.
+        """
         self._recovery.check_usable()
-        self._own_loop.zero_grad()
+        self._own_loop.zero_grad(set_to_none)
 
     def finish(self) -> None:
         """Wait until all work is done: all updates are written, and the first weights for the next step are on the

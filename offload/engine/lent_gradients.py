@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from offload.engine.state import EngineState
+from offload.engine.units.offloaded_tensor import UsedGradient
 from offload.errors import ConfigError
-from offload.layout.regions import ParameterInfo
+from offload.layout.planes import DTYPES
+from offload.layout.regions import ParameterInfo, Region
+from offload.tiers.tile import RegionState
 
 
 class LentGradients:
-    """Answers `parameter.grad` between the last backward and the update of an own loop.
+    """Answers `parameter.grad` of an own loop, for all parameters alike.
 
-    A lent gradient is the memory from which the update reads, so plain torch code (`clip_grad_norm_`, a scale, a log)
-    works on it in place, with the bits of plain PyTorch. Regions that the script has changed are measured again.
+    Between the last backward and the update, a lent gradient is the memory from which the update reads, so plain torch
+    code (`clip_grad_norm_`, a scale, a log) works on it in place, with the bits of plain PyTorch. Before each use the
+    contents of lent regions are compared: a changed region is measured again.
+
+    From the step of a torch optimizer until `zero_grad`, plain PyTorch keeps gradients, and adds the next ones. Here
+    they are used up, so each has to be cleared, in any of torch's ways, before the next gradients are used.
     """
 
     def __init__(self, state: EngineState) -> None:
         self._state, self._store, self._measures = state, state.store, state.gradients.measures
-        self._versions: dict[int, int] = {}  # of each region's sums, as they were measured
-        self._resident: dict[int, torch.nn.Parameter] | None = None
-        """Trainable Parameters of units that stay on the device, by index. None: no look at a gradient in this step."""
-        self._refusal = ""
-        """The reason why no gradient can be lent in this step beside the resident ones; empty if all can."""
+        self._squares: dict[Region, list[float]] = {}  # of each lent region, at the last look
+        self._used: dict[int, bool] = {}
+        """Parameters with a gradient in the last step of a torch optimizer, by index. True: set to zero since."""
 
     def lend(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return the summed gradient of a parameter: fp32, in the parameter's shape, in place. None: no gradient.
@@ -39,9 +46,8 @@ class LentGradients:
             why = f"the gradients are divided over {size} ranks"
         elif self._store.values.is_cut(info.index):
             why = "the engine has cut the parameter into pieces, for a small offload.device_memory"
-        else:
-            self._collect_resident()
-            why = self._refusal
+        elif torch._C._current_graph_task_id() >= 0:
+            why = "a backward is still running (a hook): read it afterwards"
         if why:
             raise ConfigError(
                 f"the grad of {info.name} was read during a step, but {why}. For clipping, call "
@@ -49,47 +55,87 @@ class LentGradients:
                 "engine.update(max_grad_norm=...); in a script over accelerate, accelerator.clip_grad_norm_; for the "
                 "norm alone, engine.grad_norm()."
             )
-        self._state.updates.measure()
-        states = self._store.states.values()
-        self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
-        for index, parameter in self._collect_resident().items():  # an ordinary Parameter, which asks nobody
-            parameter.grad = self._store.values.gradient(index, self._measures.touched)
-        return self._store.values.gradient(info.index, self._measures.touched)
+        if not self._state.gradients.are_complete:
+            self._state.updates.measure()
+        gradient = self._store.values.gradient(info.index, self._measures.touched)
+        if gradient is not None and (region := self._store.values.region(info.index)) not in self._squares:
+            self._squares[region] = self._look(region)
+        return gradient
 
     def measure_changed(self) -> None:
         """Measure the regions again in which the script has changed gradients."""
-        for state in self._store.states.values() if self._versions else ():
-            index, sums = state.region.index, state.sums
-            if sums is not None and self._versions.get(index, sums._version) != sums._version:
-                for piece in state.region.pieces:
-                    self._measures.record_square(piece, None)
-                if (copy_to_host := self._measures.measure(state.region, sums)) is not None:
-                    copy_to_host()
-                    self._state.lanes.wait(self._state.lanes.mark())
-                    self._measures.complete(state.region)
-                self._versions[index] = sums._version
+        for region, before in self._squares.items():
+            if (now := self._look(region)) != before:
+                self._measures.correct(region, now)
+                self._squares[region] = now
+
+    def _look(self, region: Region) -> list[float]:
+        sums = self._store.states[region].sums
+        assert sums is not None
+        return self._measures.squares_of(region, sums)
 
     def forget(self) -> None:
-        """End the step."""
-        if self._versions:
-            for parameter in self._collect_resident().values():
-                parameter.grad = None
-        self._versions.clear()
-        self._resident = None
+        """End the step. No gradient is left."""
+        self._squares.clear()
+        self._used.clear()
 
-    def _collect_resident(self) -> dict[int, torch.nn.Parameter]:
-        """Return the resident Parameters. The first look in a step collects them, and a reason to refuse all loans."""
-        if self._resident is None:
-            units = [unit for unit in self._state.units if unit.resident and unit.trainable]
-            self._resident = {i: p for unit in units for i, p in unit.live().items() if self._state.infos[i].trainable}
-            # A resident Parameter is lent its gradient at the first look at another one: a loop has to begin with that.
-            trainable = [each.index for each in self._state.infos if each.trainable]
-            first = next((index for index in trainable if index not in self._resident), 0)
-            is_late = first > min(self._resident, default=math.inf)
-            self._refusal = ""
-            for index, p in self._resident.items():
-                if is_late or not p.is_cpu or p.dtype != torch.float32 or self._store.values.is_cut(index):
-                    name = self._state.infos[index].name
-                    self._refusal = f"{name}, whose weights stay on the device, has its gradient in the engine alone"
-                    break
-        return self._resident
+    # -- after the step of a torch optimizer -----------------------------------------------------------------
+
+    def mark_used(self, indices: Iterable[int], is_zero: bool = False) -> None:
+        """Remember the parameters whose gradients were used, or set to zero, and forget all others."""
+        self._used = dict.fromkeys(indices, is_zero)
+
+    def with_gradients(self, in_step: bool = True) -> list[int]:
+        """Return the parameters with a used gradient or, `in_step`, with one of this step, by index."""
+        flags = self._measures.touched if in_step else {}
+        pairs = ((region, flags.get(region.index, ())) for region in self._store.states)
+        touched = {index for region, has in pairs for index in itertools.compress(region.parameters, has)}
+        return sorted(touched.union(self._used))
+
+    def used(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return the stand-in for a used gradient; None: cleared."""
+        if info.index not in self._used:
+            return None
+        clear = partial(self._used.__setitem__, info.index, True)
+        return UsedGradient.of(info, DTYPES[info.compute], self._state.device.torch_device, clear)
+
+    def drop(self, info: ParameterInfo) -> None:
+        """Clear a used gradient: `parameter.grad = None`."""
+        self._used.pop(info.index, None)
+
+    def refuse_used(self) -> None:
+        """Raise ConfigError if gradients of the last step are not cleared."""
+        left = [self._state.infos[index].name for index, is_zero in self._used.items() if not is_zero]
+        if left:
+            raise ConfigError(
+                f"the gradients of {len(left)} parameters, first {left[0]}, were not cleared since the last "
+                "optimizer.step(). Plain PyTorch would add the next ones to them, but the engine has used them up. "
+                "Call optimizer.zero_grad() after each optimizer.step(); to add up the gradients of several backwards, "
+                "call optimizer.step() after the last one alone."
+            )
+
+    @property
+    def num_zeros(self) -> int:
+        """Number of gradients that were set to zero since the last step."""
+        return sum(self._used.values())
+
+    def add_zeros(self) -> None:
+        """Give a gradient of zero to parameters whose gradient was set to zero, if no other one has come."""
+        if not self.num_zeros:
+            return
+        self._state.updates.measure()  # `touched` is then final over the ranks
+        self._state.updates.flush()
+        self._state.lanes.drain_updates()  # the last update may still read this memory
+        for region, state in self._store.states.items():
+            touched = self._measures.touched.get(region.index, [])
+            for number, has in enumerate(touched):
+                if not has and self._used.get(region.parameters[number]):
+                    touched[number] = True
+                    self._clear(state, number)
+
+    def _clear(self, state: RegionState, number: int) -> None:
+        """Write zeros over this rank's gradients of piece `number` of a region."""
+        span, region, sharding = state.span(number), state.region, self._store.sharding
+        for flat, held in ((state.gradients, sharding.own(region)), (state.sums, sharding.shard(region))):
+            if flat is not None:
+                flat[max(0, span.start - held.start) : max(0, span.stop - held.start)].zero_()

@@ -36,11 +36,25 @@ class OwnLoop:
         """Return whether a step has gradients, from `backward` or from a plain loss.backward()."""
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients, if any, and restart the step."""
-        if self.holds_gradients():
+    def has_gradients(self) -> bool:
+        """Return whether the step has gradients on any rank. Collective.
+
+        Raises ConfigError if gradients of the last step are not cleared (see `LentGradients`).
+        """
+        self._recovery.recover()
+        self._lent.refuse_used()
+        return self._state.comm.any(self.holds_gradients(), "gradients")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, if any, and restart the step.
+
+        `set_to_none`: False: parameters with a gradient have one of zero, as in plain PyTorch.
+        """
+        zeros = [] if set_to_none else self._lent.with_gradients(self.holds_gradients())
+        if self._state.comm.any(self.holds_gradients(), "zero_grad"):
             agree_on_pass(self._state.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
+        self._lent.mark_used(zeros, is_zero=True)
 
     def refuse_during_step(self, operation: str) -> None:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
@@ -53,6 +67,7 @@ class OwnLoop:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, without scaling."""
         self._steps.method.own_loop()
+        self._lent.refuse_used()
         with self._recovery.given_up_on_error():
             self._open_step()  # the script may have called single units
             loss.backward()
@@ -62,13 +77,26 @@ class OwnLoop:
         """Return the gradient of a parameter in this step, to read or to change in place: fp32, in the parameter's
         shape, in the memory of the gradients. None: no gradient. The gradients are complete after this call.
 
-        Raises ConfigError if the gradient is divided over ranks or cut.
+        Until `zero_grad`, a used gradient has a stand-in. Raises ConfigError if the gradient is divided over ranks or
+        cut.
         """
         self._recovery.recover()
         if not self.holds_gradients():
-            return None
+            return self._lent.used(info)
+        self._lent.refuse_used()
         with self._recovery.working():
             return self._lent.lend(info)
+
+    def drop_gradient(self, info: ParameterInfo) -> None:
+        """Clear the used gradient of a parameter. Raises ConfigError during a step with gradients."""
+        if self.holds_gradients():
+            raise ConfigError(
+                f"the grad of {info.name} was set to None during a step, but its gradients are in the engine and would "
+                "stay there. optimizer.zero_grad() or engine.zero_grad() drops all gradients, in place of "
+                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward "
+                "prevents one."
+            )
+        self._lent.drop(info)
 
     def grad_norm(self) -> float:
         """Wait until all gradients are summed over the ranks, and return the global norm."""
@@ -78,15 +106,16 @@ class OwnLoop:
             self._lent.measure_changed()
             return self._state.updates.measure()
 
-    def update(self, max_grad_norm: float | None = None) -> StepResult:
+    def update(self, max_grad_norm: float | None = None, until_zero_grad: bool = False) -> StepResult:
         """Clip (to `max_grad_norm`, if given), update, and return the mean loss since the last update, over all ranks.
 
-        NaN if a rank passed no loss to `backward`.
+        NaN if a rank passed no loss to `backward`. `until_zero_grad`: the gradients have to be cleared afterwards.
         """
         self._require_gradients("update")
         check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.method.lr
         operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
+        operation += f" with {zeros} gradients set to zero" if (zeros := self._lent.num_zeros) else ""
         plan = agree_on_pass(state.comm, RankBatch(operation, lr=lr))
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / len(plan.ranks)
@@ -94,8 +123,11 @@ class OwnLoop:
         with self._recovery.given_up_on_error():
             state.runner.check_writes()
             self._lent.measure_changed()
+            self._lent.add_zeros()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
+            if until_zero_grad:
+                self._lent.mark_used(self._lent.with_gradients())
             return result
 
     def forget(self) -> None:
@@ -106,11 +138,13 @@ class OwnLoop:
 
     def _require_gradients(self, operation: str) -> None:
         self._steps.method.own_loop()
-        if not self.holds_gradients():
+        if not self.has_gradients():
             raise ConfigError(
                 f"engine.{operation}() was called without engine.backward(loss) or loss.backward() before it: there "
                 "are no gradients."
             )
+        if not self.is_open:  # another rank has the gradients
+            self._open_step()
 
     def close(self) -> None:
         """Remove the hook from the model."""

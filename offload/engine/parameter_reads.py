@@ -31,13 +31,13 @@ class ParameterReads:
         finally:
             self._answers = {}
 
-    def holds_gradients(self) -> bool:
-        """Return whether an own loop's step has gradients."""
-        return self._own_loop.holds_gradients()
-
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return a parameter's gradient in an own loop's step, in place; None: no gradient. See `OwnLoop.gradient`."""
         return self._own_loop.gradient(info)
+
+    def drop_gradient(self, info: ParameterInfo) -> None:
+        """Drop a parameter's used gradient. See `OwnLoop.drop_gradient`."""
+        self._own_loop.drop_gradient(info)
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
         """Return a parameter as a new CPU copy, in the dtype used on the device.

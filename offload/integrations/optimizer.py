@@ -31,7 +31,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     States are there too: `state` is unusable, `state_dict` contains the update count, `save` writes the states. After
     `load_state_dict`, a step raises ConfigError until `load` has read the matching states.
 
-    engine: the engine to update. result: result of the last step; None before the first.
+    engine: the engine to update. result: result of the last step; None before the first, and after a step without
+    gradients.
     """
 
     def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
@@ -82,7 +83,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [{key: group[key] for key in sorted(keys)} for group in groups], [g["weight_decay"] for g in groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update from all gradients since the last step."""
+        """Update from all gradients since the last step. Without gradients on any rank, do nothing."""
         if closure is not None:
             raise ConfigError(
                 "OffloadOptimizer.step was given a closure, which would need gradients several times over: call "
@@ -98,7 +99,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         self._prepare()
         limit, self._max_grad_norm = self._max_grad_norm, None
-        self._record(self.engine.update(limit))
+        self.result = None
+        if self.engine.has_gradients():
+            self._record(self.engine.update(limit, until_zero_grad=True))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`.
@@ -124,6 +127,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"all {trained} trainable parameters by their common norm, to a max_norm above 0. Give "
                 "model.parameters(); leave the call out for no clipping."
             )
+        if not self.engine.has_gradients():
+            return torch.tensor(0.0)
         self._max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)  # 0: no clipping
         return torch.tensor(self.engine.grad_norm())
 
@@ -187,10 +192,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "change. Set everything else before."
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Drop the gradients since the last step. Right after a step there are none. Collective."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, after a step or before a backward: see `Engine.zero_grad`. Collective."""
+        self._max_grad_norm = None
         if not self.engine.closed:
-            self.engine.zero_grad()
+            self.engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_fixed"):

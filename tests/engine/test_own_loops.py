@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
 import inspect
+import io
 import warnings
 import weakref
 from collections.abc import Callable
@@ -579,23 +581,60 @@ class WideHead(Stack):
         self.head = nn.Linear(WIDTH, 1024)
 
 
-@pytest.mark.filterwarnings("ignore:unit blocks.0 is read from outside")
 def test_a_gradient_that_is_not_whole_in_one_place_is_refused() -> None:
-    cut = Engine(build(WideHead), placement=Placement(device_memory="48KiB"))
-    kept = Engine(build(Switched), precision="bf16")
-    for engine, why in ((cut, "cut the parameter into pieces"), (kept, "blocks.0.*weights stay on the device")):
-        more = {} if engine is cut else {"outside": True}
-        word_loss(engine.model, **more).backward()
-        with pytest.raises(ConfigError, match=rf"head.weight was read .*{why}.*optimizer.clip_grad_norm_"):
-            torch.nn.utils.clip_grad_norm_(engine.model.head.parameters(), 1.0)
-        engine.update(max_grad_norm=1.0)
-    kept = Engine(build(Switched))  # in fp32 on the CPU, a unit that stays on the device lends as others do
-    for step in range(2):
-        word_loss(kept.model, step, outside=True).backward()
-        norm = torch.nn.utils.clip_grad_norm_(kept.model.parameters(), 0.1).item()
-        assert norm > 0.2
-        assert kept.update().grad_norm == pytest.approx(0.1, rel=1e-4)
-        assert kept.model.blocks[0].up.weight.grad is None
+    engine = Engine(build(WideHead), placement=Placement(device_memory="48KiB"))
+    word_loss(engine.model).backward()
+    with pytest.raises(ConfigError, match=r"head.weight was read .*cut the parameter into pieces.*clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(engine.model.head.parameters(), 1.0)
+    engine.update(max_grad_norm=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:unit blocks.0 is read from outside")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_gradient_of_each_parameter_answers_alone(precision: str) -> None:
+    """Also for units that stay on the device, as the first look at a gradient of the step."""
+    model = build(Switched)
+    plain, engine = twin(model), Engine(model, precision=precision)
+    for name in dict(plain.named_parameters()):
+        plain.zero_grad()
+        for each in (engine.model, plain):
+            word_loss(each, outside=True).backward()
+        found, wanted = engine.model.get_parameter(name).grad, plain.get_parameter(name).grad
+        if precision == "fp32":
+            assert same_bits(found, wanted), name
+        else:
+            assert (found - wanted).norm() < 0.1 * wanted.norm(), name
+        found.zero_()
+        norm = torch.stack([p.grad.norm() for other, p in plain.named_parameters() if other != name]).norm().item()
+        assert engine.grad_norm() == pytest.approx(norm, rel=1e-6 if precision == "fp32" else 0.02)
+        engine.zero_grad()
+        assert engine.model.get_parameter(name).grad is None
+
+
+@pytest.mark.filterwarnings("ignore:unit blocks.0 is read from outside")
+def test_a_parameter_on_the_device_is_an_ordinary_one_to_others() -> None:
+    """Copies and files have no trace of the engine; a hook that would find no gradient is refused."""
+    engine = Engine(build(Switched))
+    engine.backward(word_loss(engine.model, outside=True))
+    parameter = engine.model.blocks[0].up.weight
+    engine.update()
+    copied, file = copy.deepcopy(parameter), io.BytesIO()
+    torch.save(parameter, file)
+    file.seek(0)
+    for each in (copied, torch.load(file)):
+        assert type(each) is nn.Parameter
+        assert same_bits(each, parameter)
+    assert type(parameter + 1) is Tensor
+    with pytest.raises(ConfigError, match="hook on blocks.0.up.weight"):
+        parameter.register_post_accumulate_grad_hook(print)
+    found = []
+    handle = parameter.register_hook(lambda gradient: found.append(parameter.grad))
+    with pytest.raises(ConfigError, match=r"blocks.0.up.weight was read .*a backward is still running"):
+        word_loss(engine.model, outside=True).backward()
+    assert not found
+    handle.remove()
+    engine.backward(word_loss(engine.model, outside=True))
+    engine.update()
 
 
 class Given(Stack):

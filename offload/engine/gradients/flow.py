@@ -227,7 +227,7 @@ class GradientFlow:
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
         """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
-        gradient = parameter.grad
+        gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # past ResidentParameter
         if gradient is None:  # an argument the unit did not use
             return
         region, position, span = self._places[piece]
@@ -237,15 +237,16 @@ class GradientFlow:
                 f"parameter {self._infos[index].name} in unit {region.name} has a sparse gradient, but only dense "
                 "gradients are supported. Build the module with sparse=False."
             )
-        gradient, parameter.grad = gradient.reshape(-1), None
+        gradient = gradient.reshape(-1)
+        torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
         if self._observer is not None:
             self._observer(piece, gradient)
             return
         if self.are_complete:
             raise ConfigError(
                 f"parameter {self._infos[index].name} in unit {region.name} received a gradient after "
-                "engine.grad_norm() or an update had measured the gradients of this step: call engine.update() first, "
-                "and start the next step with a forward of the model."
+                "engine.grad_norm(), a read of parameter.grad or an update had measured the gradients of this step: "
+                "read and clip after the last backward of a step, and start the next with a forward of the model."
             )
         touched = self.measures.touched[region.index]
         lasts = region in self._lasting

@@ -109,6 +109,15 @@ class Measures:
         host = self._pending[region] = self._buffers[region.index][: len(squares)]
         return partial(self._store.device.copy, host, squares)
 
+    def squares_of(self, region: Region, flat: torch.Tensor) -> list[float]:
+        """Return the fp64 square sum of each piece of a region, from its gradients on a single rank."""
+        squares: list[float] = _squares(region, flat, slice(0, region.numel)).tolist()
+        return squares
+
+    def correct(self, region: Region, squares: Sequence[float]) -> None:
+        """Replace the squares of the pieces with gradients, after a script has changed these."""
+        self._note(region, squares)
+
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
         """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange.
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.engine.units.snapshots import past_subclasses
+from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
 
 
@@ -32,8 +33,8 @@ class Holder(Protocol):
     def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return `grad` of a parameter: the engine's gradient in place, or None if there is none."""
 
-    def check_drop(self, info: ParameterInfo) -> None:
-        """Raise ConfigError if `grad` is set to None while the engine has gradients."""
+    def drop_gradient(self, info: ParameterInfo) -> None:
+        """Set `grad` to None. Raises ConfigError while the engine has gradients for the next update."""
 
 
 class OffloadedTensor(torch.Tensor):
@@ -65,16 +66,9 @@ class OffloadedTensor(torch.Tensor):
             others = {key: value for key, value in kwargs.items() if key != "weight"}
             return weight.functions[func](*args[:1], *args[2:], **others)
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
-            if args[1:] == (None,):
-                args[0].holder.check_drop(args[0].info)
-            elif (
-                func == _SET_GRAD
-                and args[0].is_placeholder
-                and _is_in_place(args[0].holder.gradient_of(args[0].info), args[1])
-            ):
-                return None  # `parameter.grad *= 0.5` assigns the result, which is the engine's own memory
-            else:
-                args[0].holder.refuse(args[0].info, "write", _WRITES[func])
+            if func == _SET_GRAD and args[0].is_placeholder:
+                return _set_gradient(args[0].holder, args[0].info, args[1])
+            args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse(args[0].info, "address")
         if func in _HOOKS and args[0].is_placeholder:
@@ -159,6 +153,82 @@ class OffloadedTensor(torch.Tensor):
         return self.to_ordinary().__reduce_ex__(protocol)
 
 
+class ResidentParameter(nn.Parameter):
+    """A Parameter over weights that stay on the device. `grad` is the engine's gradient, as for a placeholder.
+
+    Autograd's own `grad` is empty between backwards, because the engine takes each gradient out.
+    """
+
+    info: ParameterInfo
+    holder: Holder
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.holder.gradient_of(self.info)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_gradient(self.holder, self.info, value)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:  # noqa: ARG002
+        """Raise ConfigError: the gradient is in the engine at this time."""
+        self.holder.refuse(self.info, "hook")
+
+    def to_ordinary(self) -> nn.Parameter:
+        """Return a Parameter with a copy of the values."""
+        return nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), self.to_ordinary())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_ordinary().__reduce_ex__(protocol)
+
+
+def lend_gradient(parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
+    """Let a Parameter over device weights answer `grad` as the parameter of an engine does in its place."""
+    if isinstance(stand_in, OffloadedTensor | ResidentParameter):
+        own: Any = parameter
+        own.__class__ = ResidentParameter
+        own.info, own.holder = stand_in.info, stand_in.holder
+
+
+class UsedGradient(torch.Tensor):
+    """The gradient of a parameter from a step of a torch optimizer until the script clears it, without memory.
+
+    The next update refuses to run before: plain PyTorch would add to this gradient. Setting it to zero clears it.
+    """
+
+    info: ParameterInfo
+    clear: Callable[[], None]
+    """Called when the script sets the gradient to zero."""
+
+    @classmethod
+    def of(
+        cls, info: ParameterInfo, dtype: torch.dtype, device: torch.device, clear: Callable[[], None]
+    ) -> UsedGradient:
+        """Return the used gradient of a parameter, with the dtype and device of compute."""
+        own: Any = torch.Tensor._make_wrapper_subclass(cls, info.shape, dtype=dtype, device=device)
+        own.info, own.clear = info, clear
+        return cast(UsedGradient, own)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UsedGradient)]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls.of(used[0].info, used[0].dtype, used[0].device, used[0].clear)
+        if func in _ZEROS or (func is torch.ops.aten.fill_.Scalar and not args[1]):
+            for each in used:
+                each.clear()
+            return args[0]
+        raise ConfigError(
+            f"the gradient of {used[0].info.name} was used after optimizer.step(), where its memory serves the update "
+            f"({func}). Read or change gradients between backward and step, and clear them with optimizer.zero_grad()."
+        )
+
+
 def make_placeholder(
     info: ParameterInfo,
     dtype: torch.dtype,
@@ -220,6 +290,14 @@ def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
 
+def _set_gradient(holder: Holder, info: ParameterInfo, value: torch.Tensor | None) -> None:
+    """Set `grad` of a parameter. Accepts None, and the engine's own memory: `parameter.grad *= 0.5` assigns this."""
+    if value is None:
+        holder.drop_gradient(info)
+    elif not _is_in_place(holder.gradient_of(info), value):
+        holder.refuse(info, "write", _WRITES[_SET_GRAD])
+
+
 def _is_in_place(gradient: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     """True if `tensor` is the memory of a gradient."""
     return gradient is not None and tensor.shape == gradient.shape and tensor.data_ptr() == gradient.data_ptr()
@@ -237,6 +315,7 @@ _READS = {
     torch.Tensor.__format__,
 }
 """Functions that read memory directly, or create tensors on the device known to torch (meta)."""
+_ZEROS = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {

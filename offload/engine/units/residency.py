@@ -130,12 +130,12 @@ class EngineQueries(Protocol):
         """Return a fresh CPU copy of a parameter."""
         ...
 
-    def holds_gradients(self) -> bool:
-        """True if a user training loop is in a step with gradients."""
-        ...
-
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return a parameter's gradient in the step of a user training loop, in place; None: no gradient."""
+        ...
+
+    def drop_gradient(self, info: ParameterInfo) -> None:
+        """Drop a parameter's gradient of the last step. Raises ConfigError during a step with gradients."""
         ...
 
 
@@ -239,16 +239,11 @@ class ModelOwnership:
         queries = None if self._is_watched else self._queries()
         return None if queries is None else queries.gradient(info)
 
-    def check_drop(self, info: ParameterInfo) -> None:
-        """Raise ConfigError if `grad` is set to None while the engine has gradients, because they would stay."""
+    def drop_gradient(self, info: ParameterInfo) -> None:
+        """Drop a used gradient. Raises ConfigError while the engine has gradients for an update: they would stay."""
         queries = self._queries()
-        if queries is not None and queries.holds_gradients():
-            raise ConfigError(
-                f"the grad of {info.name} was set to None during a step, but its gradients are in the engine and would "
-                "stay there. optimizer.zero_grad() or engine.zero_grad() drops all gradients, in place of "
-                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward "
-                "prevents one."
-            )
+        if queries is not None:
+            queries.drop_gradient(info)
 
     def release(self) -> None:
         """End the ownership after a restore: the model has all weights again."""

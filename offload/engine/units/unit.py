@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
-from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient
 from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
 from offload.engine.units.traits import GradientSignature, UnitTraits
@@ -148,6 +148,8 @@ class Unit:
             self._live[offset] = {piece.parameter: parameter for piece, parameter in live.items()}
             if self.resident:
                 self._live[offset] |= self._tied
+                for index, parameter in self._live[offset].items():  # scripts see these
+                    lend_gradient(parameter, self.placeholders[index])
             self._mark(self._live[offset])
         return self._live[offset]
 
@@ -195,7 +197,7 @@ class Unit:
         """Drop gradients left by autograd after an exception prevented the gradient hooks."""
         for parameters in self._live.values():
             for parameter in parameters.values():
-                parameter.grad = None
+                torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]  # past ResidentParameter
 
     def forget_live(self) -> None:
         """Drop the views after the device weight memory was allocated anew."""
