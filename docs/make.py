@@ -1,7 +1,7 @@
 """Generate reference pages and the site.
 
-python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md, the tables of the
-                                # README and of docs/reference/data.md, docs/images/memory.svg, and docs/fit-data.js
+python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support,ways-in}.md, the tables of
+                                # the README and of docs/reference/data.md, docs/images/memory.svg, docs/fit-data.js
 python docs/make.py --check     # exits with 1 if a page, a table, or a quote of the source is stale
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
@@ -78,6 +78,21 @@ rules](update-rules.md) describes each one.
 LIBRARIES = """## In other libraries' loops
 
 [Other libraries](libraries.md) explains the use.
+
+"""
+WAYS_IN = ROOT / "tests" / "integrations" / "ways_in.yaml"
+WAYS = {
+    "step": "`Engine.step`",
+    "loop": "own loop, `engine.update`",
+    "wrap": "`offload.wrap`",
+    "trainer": "`OffloadTrainer`",
+    "accelerate": "`OffloadAccelerator`",
+}
+WAYS_INTRO = """# Situations by ways in
+
+There are five ways into an engine. In each of them, a situation is *equal* (the weights have the bits of the same loop
+in plain PyTorch, with the AdamW of this project), or *refused* (by one error; the cell has the part with the line to
+write), or *n/a* (it does not arise, for the reason in the cell).
 
 """
 ERRORS = """# Errors
@@ -265,6 +280,24 @@ def support_page() -> str:
     return "".join(page)
 
 
+def ways_page() -> str:
+    """Return the table of situations by ways in, each cell with its test."""
+    told = yaml.safe_load(WAYS_IN.read_text())
+    cells = {row["name"]: [row.get(way, row.get("others")) for way in WAYS] for part in told for row in part["rows"]}
+    kinds = [cell.partition(" ")[0] for row in cells.values() for cell in row]
+    page = [MADE.format("tests/integrations/ways_in.yaml"), WAYS_INTRO]
+    page.append(
+        f"`tests/integrations/test_ways_in.py` tests {len(kinds) - kinds.count('n/a')} cells in {len(cells)} rows: "
+        f"{kinds.count('equal')} are equal, {kinds.count('refused')} refused, none is silent.\n"
+    )
+    for part in told:
+        page.append(f"\n## {part['title']}\n\n| | {' | '.join(WAYS.values())} |\n|---|{'---|' * len(WAYS)}\n")
+        for row in part["rows"]:
+            shown = [cell.replace(" ", ": ", 1) for cell in cells[row["name"]]]
+            page.append(f"| {row['text']} | {' | '.join(shown)} |\n")
+    return "".join(page)
+
+
 def _test(named: str) -> str:
     """Return the name of a test; exit if the test does not exist."""
     path, _, name = named.partition("::")
@@ -285,6 +318,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "api": api_page,
     "errors": errors_page,
     "support": support_page,
+    "ways-in": ways_page,
 }
 
 

@@ -15,6 +15,7 @@ from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, warn
 from offload.integrations.rules import PLAIN, rate_of
+from offload.optim.update import clip_coefficient
 
 FOLDER = "offload"
 """Folder for engine states inside another library's checkpoint."""
@@ -129,8 +130,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         if not self.engine.has_gradients():
             return torch.tensor(0.0)
-        self._max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)  # 0: no clipping
-        return torch.tensor(self.engine.grad_norm())
+        before, norm = self._max_grad_norm or math.inf, self.engine.grad_norm()
+        limit = min(before, float(max_norm))  # in plain PyTorch a second call finds gradients already clipped
+        self._max_grad_norm = 0.0 if limit == math.inf else limit  # 0: no clipping
+        return torch.tensor(norm * clip_coefficient(norm, before))
 
     @property
     def has_gradients(self) -> bool:
@@ -220,8 +223,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the group settings and update count, without the engine states."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups, "updates": self._updates}
+        return {"state": {}, "param_groups": self._group_settings(), "updates": self._updates}
+
+    def _group_settings(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load group settings, learning rates included. Raises ConfigError for another optimizer's state."""
@@ -249,16 +254,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
         For a PEFT model, frozen weights are left out. Raises like `Engine.save_checkpoint`.
         """
         adapts = hasattr(self.engine.model, "peft_config")
-        self.engine.save_checkpoint(folder, meta={"updates": self._updates}, trained_only=adapts)
+        meta = {"updates": self._updates, "groups": self._group_settings()}
+        self.engine.save_checkpoint(folder, meta=meta, trained_only=adapts)
 
     def load(self, folder: Path) -> None:
-        """Load engine states written by `save`. Random generators are unchanged. Collective.
+        """Load engine states written by `save`. Random generators and group settings are unchanged. Collective.
 
         Raises like `Engine.load_checkpoint`.
         """
+        self._load(folder)
+
+    def _load(self, folder: Path) -> Mapping[str, Any]:
+        """Load engine states; return the contents of `meta` in `save`."""
         with keep_generators(self.engine.device):
             meta = self.engine.load_checkpoint(folder)
         self._resume(int(meta.get("updates", 0)))
+        return meta
 
     def follow(self, scheduler: Any) -> None:
         """Attach a scheduler made over another optimizer with these groups."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +48,14 @@ def wrap(
 
     Gradients of such a loop wait in fp32, 4 bytes a trainable weight, beside the optimizer states (in host memory where
     these are on disk), also for rules that drop them in `Engine.step`. Between the last backward and `step`,
-    `parameter.grad` is that memory; where it cannot be lent (several ranks, parameters cut for a small device, and in
-    bf16 or on a GPU units that stay on the device) ConfigError says so, and `optimizer.clip_grad_norm_` clips. Over
-    several ranks gradients are sums: divide the loss by `optimizer.engine.world_size`.
+    `parameter.grad` is that memory; where it cannot be lent (several ranks, parameters cut for a small device)
+    ConfigError says so, and `optimizer.clip_grad_norm_` clips. Clear gradients after each step, by `zero_grad` or as
+    torch allows: plain PyTorch would add the next ones, and the engine refuses. A step without gradients does nothing.
+    Over several ranks gradients are sums: divide the loss by `optimizer.engine.world_size`.
 
     `optimizer.state_dict()` has torch's format, with fp32 masters of bf16 parameters; torch's own loads too. Load
     weights into the model before this call; optimizer states before or after. `optimizer.save(folder)` and
-    `optimizer.load(folder)` write and read all states with weights, without a copy in memory.
+    `optimizer.load(folder)` write and read all states with weights and group settings, without a copy in memory.
 
     Raises ConfigError for an optimizer without an equal update rule, parameters of another model, an unknown keyword,
     or a wrong value; DoesNotFitError if a budget is too small; and like `Engine`.
@@ -136,6 +138,14 @@ class WrappedOptimizer(OffloadOptimizer):
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         self._resume(int(state_dict.get("updates", max((int(s.get("step", 1)) for s in states.values()), default=0))))
+
+    def load(self, folder: Path) -> None:
+        """Load engine states and group settings written by `save`. Random generators are unchanged. Collective.
+
+        Raises like `Engine.load_checkpoint`.
+        """
+        for group, saved_group in zip(self.param_groups, self._load(folder).get("groups", ()), strict=False):
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved_group.items()})
 
     def _numbers(self) -> dict[str, int]:
         """Return the number of each parameter in a state dict, by name."""

@@ -304,6 +304,7 @@ def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
     for step in range(3):
         accelerator.backward(model(**batch).loss)
         optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         assert accelerator.engine.lr == pytest.approx(LR * step / 2)
     assert [scale for scale, _, _ in accelerator.engine.groups] == pytest.approx([1.0, 0.1])

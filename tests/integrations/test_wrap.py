@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,16 @@ pytestmark = TWO_KERNELS
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """torch's AdamW with the arithmetic of the project's kernel: torch's own differs in the last bits of an update."""
+    """torch's AdamW with the arithmetic of the project's kernel: torch's own differs in the last bits of an update.
+
+    scale: clipping coefficient for the next step.
+    """
+
+    scale = 1.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        scale, self.scale = self.scale, 1.0
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
@@ -38,7 +45,7 @@ class KernelAdamW(torch.optim.AdamW):
                 state["step"] += 1
                 flat = [t.view(-1) for t in (p.data, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous())]
                 settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-                kernels.adamw(*flat, step=int(state["step"]), **settings)
+                kernels.adamw(*flat, step=int(state["step"]), grad_scale=scale, **settings)
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
@@ -326,3 +333,77 @@ def test_the_optimizer_clips_where_plain_pytorch_cannot() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert norms[0] > 0.5
     assert_same(found[0], found[1], within=1e-6)
+
+
+# -- settings of groups -----------------------------------------------------------------------------------------
+
+S = lr_scheduler
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.ConstantLR(o, 0.5, 2), S.ExponentialLR(o, 0.9)]),
+    "ConstantLR": lambda o: S.ConstantLR(o, 0.5, 4),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 9),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 2, 2),
+    "CyclicLR": lambda o: S.CyclicLR(o, [1e-3, 5e-4], [1e-1, 5e-2], 2),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.9),
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "LinearLR": lambda o: S.LinearLR(o, 0.2, total_iters=5),
+    "MultiStepLR": lambda o: S.MultiStepLR(o, [2, 4]),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda step: 0.5 + 0.1 * step),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, [1e-2, 5e-3], total_steps=9),
+    "PolynomialLR": lambda o: S.PolynomialLR(o, 9, 2.0),
+    "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.LinearLR(o), S.ExponentialLR(o, 0.9)], [3]),
+    "StepLR": lambda o: S.StepLR(o, 2, 0.5),
+}
+NO_SCHEDULES = {"LRScheduler", "_LRScheduler", "Optimizer"}
+
+
+def steps_of_schedule(scheduler: Any, optimizer: Any) -> list[Any]:
+    """Step optimizer and scheduler, without gradients. Return the settings of the groups after each step."""
+    found = []
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, S.ReduceLROnPlateau) else []))
+        found.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+def test_every_schedule_goes_on_in_a_fresh_optimizer(tmp_path: Path) -> None:
+    """`save` and `load` keep what the state dict of a torch optimizer keeps; also back in the same optimizer."""
+    names = {name for name, kind in vars(S).items() if isinstance(kind, type) and name.endswith(("LR", "Scheduler"))}
+    names |= {"CosineAnnealingWarmRestarts", "ReduceLROnPlateau"}
+    assert names - NO_SCHEDULES == set(SCHEDULERS)
+
+    def fresh(kind: Any = torch.optim.AdamW) -> Any:
+        model = tiny()
+        return kind([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.05}], lr=0.1), model
+
+    def wrapped_fresh() -> Any:
+        optimizer, model = fresh()
+        return offload.wrap(model, optimizer)[1]
+
+    ours, resumed = wrapped_fresh(), wrapped_fresh()
+    groups_before = [dict(group) for group in ours.param_groups]
+    for name, make in SCHEDULERS.items():
+        for each in (ours, resumed):
+            for group, before in zip(each.param_groups, groups_before, strict=True):
+                own = group["params"]
+                group.clear()
+                group |= before | {"params": own}
+        plain = fresh()[0]
+        theirs, schedule = make(plain), make(ours)
+        assert steps_of_schedule(schedule, ours) == steps_of_schedule(theirs, plain), name
+        ours.save(tmp_path / name)
+        rates = schedule.state_dict()
+        other = fresh()[0]
+        other.load_state_dict(plain.state_dict())
+        wanted = make(other)
+        wanted.load_state_dict(theirs.state_dict())
+        wanted = steps_of_schedule(wanted, other)
+        for optimizer in (resumed, ours):
+            optimizer.load(tmp_path / name)
+            schedule = make(optimizer)
+            schedule.load_state_dict(copy.deepcopy(rates))
+            assert steps_of_schedule(schedule, optimizer) == wanted, name
