@@ -137,6 +137,7 @@ class Engine(StateAccess):
                 "train: call it outside, or call engine.evaluate for a loss."
             )
         self._state.snapshot.check(trains=True)
+        self._state.snapshot.refuse_all_frozen()
         if self._own_loop.is_open:
             self._own_loop.refuse_during_step("engine.step")
             self._own_loop.forget()  # a forward that had no backward
@@ -173,6 +174,7 @@ class Engine(StateAccess):
         """For own loops: add the gradients of `loss`, without scaling."""
         self._recovery.check_usable()
         self._state.snapshot.check(trains=True)
+        self._state.snapshot.refuse_all_frozen()
         self._own_loop.backward(loss)
 
     def grad_norm(self) -> float:

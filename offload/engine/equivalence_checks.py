@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
 
+from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import as_loss, run_loss
@@ -60,18 +60,16 @@ class EquivalenceChecks:
         if is_conclusive:
             self._known.add_check(inputs, has_chunks=self._losses.chunk_tokens(inputs) > 0)
 
-    def check_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+    def check_call(self, samples: Sequence[ModelCall]) -> None:
         """Check a model call in an own loop, on the first sample that runs.
 
         The engine does not know how the loop uses the outputs, so every number in the outputs is compared. Collective.
         Raises like `check`.
         """
-        for number, (args, kwargs) in enumerate(samples, 1):
+        for number, sample in enumerate(samples, 1):
             failure: Exception | None = None
             try:
-                self._choose_mode(
-                    partial(self._comparator.compare, self._call_pair(call, args, kwargs)), recomputes=True
-                )
+                self._choose_mode(partial(self._comparator.compare, self._call_pair(sample)), recomputes=True)
             except ENGINE_ERRORS:
                 raise
             except Exception as error:
@@ -81,13 +79,15 @@ class EquivalenceChecks:
             if number == len(samples) and failure is not None:
                 raise failure
 
-    def _call_pair(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassPair:
-        arguments = Arguments((args, dict(kwargs)))
+    def _call_pair(self, call: ModelCall) -> PassPair:
+        arguments = Arguments((call.args, dict(call.kwargs)))
         own = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
 
         def loss() -> torch.Tensor:
             args, kwargs = arguments.fill([t.clone() if t.requires_grad else t for t in own])
-            outputs = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+            outputs = [
+                t for t in tree_iter(call.module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
             return sum(map(_weighted_mean, outputs), torch.zeros((), device=self._state.device.torch_device))
 
         def run_engine() -> list[torch.Tensor]:

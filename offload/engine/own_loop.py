@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
+from offload.engine.entries import Entries, ModelCall
 from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
-from offload.engine.units.residency import refuse_copy
 from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
 from offload.planning.settings import Settings, check_max_grad_norm
@@ -30,7 +28,7 @@ class OwnLoop:
         self._lent = LentGradients(state)
         cuts = ("micro_batch_size", settings.micro_batch_size, None), ("passes", settings.passes, 1)
         self._unused = " and ".join(f"{name} {value}" for name, value, default in cuts if value != default)
-        self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._entries = Entries(state.model, state.units, state.runner, self._before_forward)
 
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients, from `backward` or from a plain loss.backward()."""
@@ -134,6 +132,7 @@ class OwnLoop:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
         self.is_open = False
+        self._entries.forget()
         self._lent.forget()
 
     def _require_gradients(self, operation: str) -> None:
@@ -147,24 +146,16 @@ class OwnLoop:
             self._open_step()
 
     def close(self) -> None:
-        """Remove the hook from the model."""
-        self._hook.remove()
+        """Remove the hooks from the model."""
+        self._entries.close()
 
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_copy("pickle (torch.save) or copy.deepcopy")  # for the model, because the hook refers to this object
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prepare for a call of the model: record new calls on their own arguments, and make room for gradient sums."""
+    def _before_forward(self, call: ModelCall) -> None:
+        """Prepare for a call: record new calls on their own arguments, and make room for gradient sums."""
         state, recovery, trial_runs = self._state, self._recovery, self._steps.trial_runs
-        if state.runner.is_engine_call:
-            return
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            raise ConfigError(
-                "torch.compile was applied to a model in an engine, which it cannot trace: call the uncompiled model."
-            )
+        _refuse_transforms()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                self._before_forward(module, args, kwargs)
+                self._before_forward(call)
             return
         recovery.recover()
         state.snapshot.check(torch.is_grad_enabled())
@@ -177,16 +168,16 @@ class OwnLoop:
                     state.slots.retry()
                 raise
             if not torch.is_grad_enabled():
-                trial_runs.on_inference(args, kwargs)
+                trial_runs.on_inference(call)
                 return
             recovery.check_sound()
             state.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.known.forget_other_modes()
-            own = RankBatch("own loop", is_new=trial_runs.known.is_new_call(args, kwargs))
+            own = RankBatch(f"own loop {call.name}".rstrip(), is_new=trial_runs.known.is_new_call(call))
             if agree_on_pass(state.comm, own).is_new:
-                samples = trial_runs.samples.call_samples(args, kwargs)
-                trial_runs.on_call(args, kwargs, partial(self._steps.equivalence.check_call, module, samples))
+                samples = trial_runs.samples.call_samples(call)
+                trial_runs.on_call(call, partial(self._steps.equivalence.check_call, samples))
             self._open_step()
 
     def _open_step(self) -> None:
@@ -202,3 +193,18 @@ class OwnLoop:
             self._state.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)
             self.is_open = True
+
+
+def _refuse_transforms() -> None:
+    """Raise ConfigError inside a transform of torch that has to see the operations on the weights."""
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        raise ConfigError(
+            "torch.compile was applied to a model in an engine, which it cannot trace: call the uncompiled model."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        raise ConfigError(
+            "a model in an engine was called inside a transform of torch.func (grad, vmap, jvp, ...) or in "
+            "torch.autograd.forward_ad, which cannot follow weights that come and go: call the model outside, with "
+            "loss.backward() for gradients (parameter.grad then has each one in a loop over offload.wrap), one call a "
+            "row for gradients of single rows, and a difference of two calls for a directional derivative."
+        )

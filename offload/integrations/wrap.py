@@ -14,7 +14,7 @@ from torch import nn
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
 from offload.engine.units.residency import engine_of
-from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten
+from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten, warn
 from offload.integrations.optimizer import OffloadOptimizer, keep_generators
 from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
 from offload.machine.limits import memory
@@ -163,8 +163,8 @@ def engage(
     `settings`: engine settings; an `optimizer` among them is the rule in place of the equal one. Raises ConfigError.
     """
     settings, old = dict(settings), optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    give_back(model, old)
     model = remove_compile_wrappers(model)
+    give_back(model, old)
     chosen_rule: Any = settings.pop("optimizer", None) or (optimizer if old is None else None)
     rule = rule_of_optimizer(old, model) if chosen_rule is None and old is not None else chosen_rule
     if chosen_rule and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
@@ -217,12 +217,18 @@ def _as_given(value: torch.Tensor, model: nn.Module, name: str) -> torch.Tensor:
 
 
 def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Close an earlier engine over a model and restore the weights.
+    """Close an earlier engine over a model and restore the weights, with a warning for an engine over another part.
 
     Parameter groups in `optimizer` point to the restored parameters. Collective.
     """
     engine = engine_of(model)
     if engine is not None:
+        if engine.model is not model:
+            warn(
+                f"the weights of {type(model).__name__} are partly in an engine over {type(engine.model).__name__}, "
+                "which is closed here: its optimizer ends, with its moments. Wrap the whole model once, with one "
+                "group of parameters for each rate."
+            )
         with _regroup_parameters(model, optimizer):
             engine.close(restore=True)
 

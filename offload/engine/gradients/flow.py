@@ -81,7 +81,7 @@ class GradientFlow:
                 self._places[piece] = region, position, span
             padding = zip(spans, (*region.offsets[1:], region.numel), strict=True)
             self._ragged[region] = [slice(span.stop, end) for span, end in padding if span.stop < end]
-        self.begin_step()
+        self.end_step()
 
     def begin_step(self) -> None:
         self._end_lasting()
@@ -92,6 +92,11 @@ class GradientFlow:
         self._record_buffer.reset()
         self.sums_in_fp32 = self._repeats = self.are_complete = False
         self._observer = None
+
+    def end_step(self) -> None:
+        """Drop the gradients of a step given up, and take none until the next step begins."""
+        self.begin_step()
+        self.are_complete = True
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
@@ -244,9 +249,10 @@ class GradientFlow:
             return
         if self.are_complete:
             raise ConfigError(
-                f"parameter {self._infos[index].name} in unit {region.name} received a gradient after "
-                "engine.grad_norm(), a read of parameter.grad or an update had measured the gradients of this step: "
-                "read and clip after the last backward of a step, and start the next with a forward of the model."
+                f"parameter {self._infos[index].name} in unit {region.name} received a gradient outside a step: before a "
+                "first forward, or after engine.grad_norm(), a read of parameter.grad or an update had measured the "
+                "gradients of this step. Begin each step with a forward of the model, and read and clip after the last "
+                "backward."
             )
         touched = self.measures.touched[region.index]
         lasts = region in self._lasting

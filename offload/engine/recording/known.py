@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 from offload.distributed.comm import digest
+from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead
@@ -85,13 +86,13 @@ class KnownPasses:
         )
         return KnownPass(kind, rows, replace(form, obstacle=result.obstacle) if result else form, result, is_new)
 
-    def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def is_new_call(self, call: ModelCall) -> bool:
         """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
 
         An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
         and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
         """
-        return self._is_new(self.signature_of_call(args, kwargs), int_arguments(args, kwargs))
+        return self._is_new(self.signature_of_call(call), int_arguments(call.args, call.kwargs))
 
     def _is_new(self, signature: str, ints: Iterable[tuple[str, int]]) -> bool:
         seen_values = self.choices.get(signature)
@@ -104,12 +105,13 @@ class KnownPasses:
         for key, value in ints:
             seen_values.setdefault(key, set()).add(value)
 
-    def signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    def signature_of_call(self, call: ModelCall) -> str:
         """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
+        _, name, args, kwargs = call
         arguments = [*enumerate(args), *kwargs.items()]
         plain = [(key, value) for key, value in arguments if isinstance(value, bool | str | None)]
         ints = [(key, type(value).__name__, bool(value)) for key, value in int_arguments(args, kwargs)]
-        return f"{len(args)} {sorted(kwargs)} {sorted([*plain, *ints], key=repr)} {self.flags()}"
+        return f"{name and f'{name} '}{len(args)} {sorted(kwargs)} {sorted([*plain, *ints], key=repr)} {self.flags()}"
 
     def forget_other_modes(self) -> None:
         """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""

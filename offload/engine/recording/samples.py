@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
+from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, Rows, check_batch, map_tensors
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
@@ -113,21 +114,19 @@ class Samples:
             variants.append([{**s, "attention_mask": m} for s, m in zip(samples, masks, strict=True)])
         return variants
 
-    def call_samples(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+    def call_samples(self, call: ModelCall) -> list[ModelCall]:
         """Return samples of a call in the caller's own loop, for recording and equivalence check.
 
         A few argument rows if the arguments look like a batch; last, the whole call.
         """
-        full_call = args, kwargs
         try:
-            batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+            batch = {**{str(number): value for number, value in enumerate(call.args)}, **call.kwargs}
             sample = self._select_rows(batch, BatchForm.of(batch), min(ROWS), has_full_length=False)
         except (ConfigError, IndexError):
-            return [full_call]
-        named = {key: value for key, value in sample.items() if key in kwargs}
-        return [([sample[str(number)] for number in range(len(args))], named), full_call]
+            return [call]
+        named = {key: value for key, value in sample.items() if key in call.kwargs}
+        unnamed = [sample[str(number)] for number in range(len(call.args))]
+        return [call._replace(args=unnamed, kwargs=named), call]
 
 
 def _first_column(labels: torch.Tensor | None) -> int:

@@ -9,8 +9,8 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import nn
 
+from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import (
     Batch,
     BatchForm,
@@ -29,7 +29,6 @@ from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, 
 from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
-from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
@@ -200,40 +199,40 @@ class TrialRuns:
         is_same = head is not None and head.vocabulary == vocabulary
         return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
 
-    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], check_equivalence: Callable[[], None]) -> None:
+    def on_call(self, call: ModelCall, check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
-        self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
+        self.is_complete, self._roots, self._is_training = False, {"arguments": (call.args, call.kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
-            self._record_few(self.samples.call_samples(args, kwargs)[:-1])
-        self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
+            self._record_few(self.samples.call_samples(call)[:-1])
+        self._record([(0, call.run_on_copies)] * 2)
         check_equivalence()
         self.forget_traffic()
-        self.known.store_ints(self.known.signature_of_call(args, kwargs), int_arguments(args, kwargs))
+        self.known.store_ints(self.known.signature_of_call(call), int_arguments(call.args, call.kwargs))
         self.is_complete = True
 
-    def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_inference(self, call: ModelCall) -> None:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
-        signature = f"{self.known.signature_of_call(args, kwargs)} {self._model.training}"
+        signature = f"{self.known.signature_of_call(call)} {call.module.training}"
         if signature not in self.known.watched_calls:
-            roots = {"arguments": (args, kwargs)}
+            roots = {"arguments": (call.args, call.kwargs)}
 
-            def call(_: Recording) -> None:
+            def run(_: Recording) -> None:
                 with isolated(self._state, roots):
-                    _call_on_copies(self._model, args, kwargs)
+                    call.run_on_copies()
 
-            self._run_until_settled(call)
+            self._run_until_settled(run)
             self.forget_traffic()
             self.known.watched_calls.add(signature)
 
-    def _record_few(self, samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+    def _record_few(self, samples: Sequence[ModelCall]) -> None:
         """Record on a few rows and tokens of a call, if these run alone.
 
         The recording then covers units whose trial on all rows would take too much memory.
         """
         state, is_known = self._state, bool(samples)
-        for args, kwargs in samples:
+        for sample in samples:
             try:
-                self._record([(0, partial(_call_on_copies, self._model, tuple(args), dict(kwargs)))])
+                self._record([(0, sample.run_on_copies)])
             except ENGINE_ERRORS:
                 raise
             except Exception:
@@ -289,14 +288,6 @@ class TrialRuns:
                         slots.compute_after_resident()
                     return recording
             self._state.make_resident(recording.outside_readers)
-
-
-def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model on copies of the arguments; the caller's containers, values and graphs stay unchanged."""
-    arguments = Arguments((args, kwargs))
-    own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
-    args, kwargs = arguments.fill(own)
-    return model(*args, **kwargs)
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:

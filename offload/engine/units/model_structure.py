@@ -54,13 +54,15 @@ class ModelStructure:
                     frozen.add(place.parameter)
                 elif trains and parameter.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
-        if len(frozen) == self._num_trainable:
-            if trains:
-                raise ConfigError("every parameter is now frozen (requires_grad=False): there is nothing to train.")
-        elif frozen != self.frozen:
+        if frozen != self.frozen and (trains or len(frozen) < self._num_trainable):
             self.frozen = frozenset(frozen)
             for unit in self._units:
                 unit.freeze(self.frozen)
+
+    def refuse_all_frozen(self) -> None:
+        """Raise ConfigError if the last `check` found no trainable parameter."""
+        if len(self.frozen) == self._num_trainable:
+            raise ConfigError("every parameter is now frozen (requires_grad=False): there is nothing to train.")
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: frozenset[str]) -> NoReturn:
         for key in {**children, **module._modules}:

@@ -71,6 +71,10 @@ class OffloadedTensor(torch.Tensor):
             args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse(args[0].info, "address")
+        if func is torch.autograd.grad:
+            for leaf in tree_leaves((args[1:], kwargs.get("inputs"))):
+                if isinstance(leaf, OffloadedTensor):
+                    leaf.holder.refuse(leaf.info, "derivative")
         if func in _HOOKS and args[0].is_placeholder:
             args[0].holder.refuse(args[0].info, "hook")
         if func == _GET_GRAD and args[0].is_placeholder:

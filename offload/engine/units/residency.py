@@ -47,6 +47,12 @@ _REFUSALS = {
         "engine.step, from the first call on; where no gradient is needed, read parameter.detach(), or under "
         "torch.no_grad(). (For weight decay use the optimizer's.)"
     ),
+    "derivative": (
+        "torch.autograd.grad was asked for the gradient of {name}, which no graph has: the engine computes it unit by "
+        "unit. Call loss.backward() and read parameter.grad (in a loop over offload.wrap; optimizer.zero_grad() drops "
+        "it), once for each loss. To balance losses, take torch.autograd.grad of an activation, such as the input of "
+        "the last layer."
+    ),
     "hook": (
         "a hook on {name} (register_hook or register_post_accumulate_grad_hook) would never run: the engine collects "
         "gradients unit by unit. engine.grad_norm() is the norm of all gradients, max_grad_norm clips them, and "

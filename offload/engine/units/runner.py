@@ -379,7 +379,7 @@ class UnitRunner:
         self._uses.clear()
         self.writes.forget()
         self._current_unit = self._batch = None
-        self.gradients.begin_step()
+        self.gradients.end_step()
         self._is_in_model = self.has_failed = False
 
 

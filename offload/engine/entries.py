@@ -1,0 +1,98 @@
+"""Calls of a training loop into the model: of the whole, or of any part with weights in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+from weakref import ref
+
+import torch
+from torch import nn
+
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.residency import refuse_copy
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.unit import Unit
+
+
+class ModelCall(NamedTuple):
+    """A call from a training loop."""
+
+    module: nn.Module
+    """The model, or the part called alone."""
+    name: str
+    """Name of the part; "" for the model."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run_on_copies(self) -> Any:
+        """Call the module on copies of the arguments; the caller's containers, values and graphs stay unchanged."""
+        arguments = Arguments((self.args, dict(self.kwargs)))
+        own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
+        args, kwargs = arguments.fill(own)
+        return self.module(*args, **kwargs)
+
+
+class Entries:
+    """Tells `prepare` of each call from outside, before the forward.
+
+    A loop may call the model, a backbone, or a single block, in any order. The outermost such call is the entry; the
+    calls below belong to it. Modules inside a streamed unit are no entries, since they have no weights alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], runner: UnitRunner, prepare: Callable[[ModelCall], None]
+    ) -> None:
+        self._runner, self._prepare = runner, prepare
+        self._current: nn.Module | None = None
+        homes = {unit.module for unit in units}
+        streamed = [unit for unit in units if not unit.resident]
+        inside = {module for unit in streamed for module in unit.modules if module is not unit.module}
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            if module not in inside and not homes.isdisjoint(module.modules()):
+                # A part that outlives the model must not keep the engine alive.
+                hooks = _Hooks(name, ref(self), self if module is model else None)
+                self._handles.append(module.register_forward_pre_hook(hooks.begin, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hooks.end, always_call=True))
+
+    def begin(self, call: ModelCall) -> None:
+        """Prepare for a call, unless it is part of another one, of an engine call, or of a backward."""
+        # A second call of the current module: an interrupt has ended the first one.
+        is_inner = self._current is not None and self._current is not call.module
+        if is_inner or self._runner.is_engine_call or torch._C._current_graph_task_id() != -1:
+            return
+        self._current = call.module
+        self._prepare(call)
+
+    def end(self, module: nn.Module) -> None:
+        """End a call, also after an exception."""
+        if module is self._current and not self._runner.is_engine_call:
+            self._current = None
+
+    def forget(self) -> None:
+        """Reset: no call is running."""
+        self._current = None
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hooks:
+    """The hooks of one module."""
+
+    def __init__(self, name: str, entries: ref[Entries], owner: Entries | None) -> None:
+        self._name, self._entries, self._owner = name, entries, owner
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if (entries := self._entries()) is not None:
+            entries.begin(ModelCall(module, self._name, args, kwargs))
+
+    def end(self, module: nn.Module, _args: Any, _result: Any) -> None:
+        if (entries := self._entries()) is not None:
+            entries.end(module)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_copy("pickle (torch.save) or copy.deepcopy")  # for the module, because its hooks refer to this object
