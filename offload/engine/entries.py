@@ -23,7 +23,9 @@ class ModelCall(NamedTuple):
     name: str
     """Name of the part; "" for the model."""
     args: Sequence[Any]
+    """Positional arguments."""
     kwargs: Mapping[str, Any]
+    """Keyword arguments."""
 
     def run_on_copies(self) -> Any:
         """Call the module on copies of the arguments; the caller's containers, values and graphs stay unchanged."""

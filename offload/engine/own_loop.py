@@ -111,6 +111,7 @@ class OwnLoop:
         """
         self._require_gradients("update")
         check_max_grad_norm(max_grad_norm)
+        self._steps.foreign_writes.check()
         state, lr = self._state, self._steps.method.lr
         operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
         operation += f" with {zeros} gradients set to zero" if (zeros := self._lent.num_zeros) else ""
@@ -124,6 +125,7 @@ class OwnLoop:
             self._lent.add_zeros()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
+            self._steps.foreign_writes.note()
             if until_zero_grad:
                 self._lent.mark_used(self._lent.with_gradients())
             return result
@@ -190,6 +192,7 @@ class OwnLoop:
             )
             self._unused = ""
         if not self.is_open:
+            self._steps.foreign_writes.check()
             self._state.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)
             self.is_open = True

@@ -13,8 +13,8 @@ import torch
 from offload.accelerators import own_accelerator
 from offload.doors import Door
 from offload.engine.analysis import Analysis, Analyst
-from offload.engine.comparison import same_bits
 from offload.engine.equivalence_checks import EquivalenceChecks
+from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass, host_labels
 from offload.engine.loss.loss import LossFunction, as_loss
@@ -37,8 +37,6 @@ METHODS: Door[type[Method]] = Door("method", {"backward": Backward})
 """Training methods, by the `method` name of the update rule."""
 _MOST_DEPARTURES = 3
 """Limit per batch: each departure is recorded on one rank's rows, and several ranks may each have a new call."""
-_NUM_WRITE_CHECKS = 2
-"""A script with writes between steps writes from the first step on. Each check reads all resident weights."""
 
 
 def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
@@ -50,49 +48,6 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
         "--train.passes, set --train.recompute always and --offload.activations cpu, raise --offload.device_memory if "
         "it is below the physical memory, or set --offload.optimizer cpu if optimizer states are on the device.",
     )
-
-
-class ForeignWrites:
-    """Compares resident weights with the engine's weights, before the second and the third step.
-
-    An offloaded parameter refuses writes. A resident weight is a plain tensor: it accepts a write from a script (by
-    numpy, by `.data`, under no_grad), and the next update overwrites the change.
-    """
-
-    def __init__(self, state: EngineState, updates_later: bool) -> None:
-        """`updates_later`: updates run in a later step; device weights differ from the engine's weights until then.
-
-        No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
-        the rings.
-        """
-        self._state = state
-        self.was_step = False
-        """True if the last pass was a training step. In an evaluation a model may write weights and restore them."""
-        is_elsewhere = bool(state.plan.rings) or state.plan.residence.sharding.gathers
-        self._num_left = 0 if updates_later or is_elsewhere else _NUM_WRITE_CHECKS
-
-    def check(self) -> None:
-        """Check before a step. Raises ConfigError if weights were written since the previous step."""
-        if not self._num_left or not self.was_step:
-            return
-        self._num_left -= 1
-        state = self._state
-        # The model itself may write weights it reads outside their unit (RWKV does).
-        staying = [unit for unit in state.units if unit.resident and unit.name not in state.read_outside]
-        with state.counters.preserve():
-            state.updates.flush()
-            state.lanes.drain_updates()
-            state.slots.compute_after_resident()
-            resident = ((index, weight.detach().cpu()) for unit in staying for index, weight in unit.live().items())
-            read = state.store.values.read_local
-            written = next((index for index, weight in resident if not same_bits(weight, read(index))), None)
-        if written is not None:
-            state.runner.weights_changed()
-            raise ConfigError(
-                f"{state.infos[written].name} was changed on the device between steps, and the next update would "
-                "overwrite the change with the engine's own weights. Change weights with engine.edit(), which yields "
-                "each parameter and stores the result."
-            )
 
 
 class Steps:
@@ -109,24 +64,26 @@ class Steps:
         self.trial_runs = TrialRuns(state, self.known, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = METHODS[self._rule.method](state, settings, self.losses, self._take_snapshot)
-        self._foreign_writes = ForeignWrites(state, updates_later=settings.delay > 0 or not has_backward)
+        self.foreign_writes = ForeignWrites(state, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
         self._analyst = Analyst(state, self.known, settings)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
-        self._foreign_writes.check()
+        self.foreign_writes.check()
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_with_retries(self._step, inputs)
-        self._foreign_writes.was_step = True
+        self.foreign_writes.note()
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._foreign_writes.was_step = False
+        self.foreign_writes.check()
         inputs = self._agree("evaluate", batch, loss_fn)
-        return self._run_with_retries(self._evaluate, inputs)
+        loss = self._run_with_retries(self._evaluate, inputs)
+        self.foreign_writes.note()
+        return loss
 
     def replay(self, records: Iterable[Any]) -> None:
         """Repeat steps from records. Raises ConfigError."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
 from offload.errors import ConfigError, OffloadError
-from tests.engine.compare import same_bits, weights
+from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
@@ -402,14 +402,70 @@ def test_hooks_of_parameters_are_refused(kind: str) -> None:
     model.blocks[1].up.weight._backward_hooks = model.blocks[1].up.weight._post_accumulate_grad_hooks = None
 
 
-def test_a_write_to_a_weight_that_stays_on_the_device_is_refused_before_the_next_step() -> None:
-    losses = []
+def engine_step(engine: Engine, step: int) -> None:
+    engine.step(tokens(step))
+
+
+def own_step(engine: Engine, step: int) -> None:
+    engine.model(**tokens(step)).loss.backward()
+    engine.update()
+
+
+def evaluation(engine: Engine, step: int) -> None:
+    engine.evaluate(tokens(step))
+
+
+Step = Callable[[Engine, int], None]
+
+
+def write(engine: Engine) -> None:
+    engine.model.model.norm.weight.data[:2] = 0
+
+
+def write_before(then: Step) -> Step:
+    return lambda engine, step: (write(engine), then(engine, step))[1]
+
+
+def write_within(engine: Engine, step: int) -> None:
+    """Write between the backward and the update."""
+    engine.model(**tokens(step)).loss.backward()
+    write(engine)
+    engine.update()
+
+
+@pytest.mark.parametrize(
+    ("run", "refused"),
+    [
+        (engine_step, write_before(engine_step)),
+        (own_step, write_before(own_step)),
+        (own_step, write_within),
+        pytest.param(engine_step, write_before(evaluation), marks=pytest.mark.slow),
+        pytest.param(own_step, write_before(engine_step), marks=pytest.mark.slow),
+    ],
+    ids=["step", "own loop", "own loop before update", "evaluate", "step after own loop"],
+)
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_write_to_a_weight_that_stays_on_the_device_is_refused(run: Step, refused: Step, before: int) -> None:
+    """Before the first step and after many, in each kind of loop; the next step has the engine's weights."""
+    found = []
     for writes in (False, True):
         with Engine(build(llama)) as engine:
-            engine.step(tokens())
+            for step in range(before):
+                run(engine, step)
             if writes:
-                engine.model.model.norm.weight.data[:2] = 0
-                with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed on the device.*engine\.edit"):
-                    engine.step(tokens(1))
-            losses.append(engine.step(tokens(1)).loss.item())
-    assert losses[0] == losses[1]
+                with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed .*engine\.edit\(\['model"):
+                    refused(engine, before)
+                engine.zero_grad()
+            run(engine, before)
+            found.append(weights(engine))
+    assert_same(*found)
+
+
+def test_a_change_by_edit_is_no_write_of_a_script() -> None:
+    with Engine(build(llama)) as engine:
+        own_step(engine, 0)
+        for _, value in engine.edit(["model.norm.weight"]):
+            value.mul_(0.5)
+        changed = value.clone()
+        own_step(engine, 1)
+        assert not torch.equal(weights(engine)["model.norm.weight"], changed)

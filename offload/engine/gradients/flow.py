@@ -249,8 +249,8 @@ class GradientFlow:
             return
         if self.are_complete:
             raise ConfigError(
-                f"parameter {self._infos[index].name} in unit {region.name} received a gradient outside a step: before a "
-                "first forward, or after engine.grad_norm(), a read of parameter.grad or an update had measured the "
+                f"parameter {self._infos[index].name} in unit {region.name} received a gradient outside a step: before "
+                "a first forward, or after engine.grad_norm(), a read of parameter.grad or an update had measured the "
                 "gradients of this step. Begin each step with a forward of the model, and read and clip after the last "
                 "backward."
             )

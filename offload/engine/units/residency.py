@@ -37,7 +37,10 @@ _RETURNED = (
     "is a placeholder: its engine was closed with close(restore=True), and the parameter is back in the model. Read "
     "it from there."
 )
-_LOST = "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. " + _CHANGE_BEFORE
+_LOST = (
+    "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. Between steps, engine.edit "
+    "changes values: for _, value in engine.edit([{name!r}]): value.mul_(0.5). "
+) + _CHANGE_BEFORE
 _REFUSALS = {
     "write": _LOST,
     "in place": _LOST + " Between steps, engine.edit() changes weights (optimizer.engine.edit() after offload.wrap).",
