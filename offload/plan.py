@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, take_gpus
+from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +33,11 @@ OPTIONS = {
         "(default: as the machine is described)",
         'What the network of a machine sends in a second, and gets, such as "25Gbit" or "3GB".',
     ),
+    "tries": CommandOption(
+        "N",
+        "(default: 64)",
+        "Forecasts of changes to make, at most, if the run does not fit: more find more, and take longer.",
+    ),
     "json": CommandOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 
@@ -43,13 +47,14 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
     with importing():
         from offload.app.hf.models import quiet_transformers
-        from offload.extras.plan.alternatives import forecast, this_hardware
+        from offload.extras.plan.alternatives import MAX_FORECASTS, forecast, this_hardware
         from offload.extras.plan.machine_files import read_machine
     quiet_transformers()
     described = own["hardware"]
     hardware = this_hardware(config) if described is None else read_machine(described)
     connected = _connected(hardware, own["machines"], own["link"])
-    prediction = forecast(config, connected, num_ranks, lambda text: print(text, file=sys.stderr, flush=True))
+    most = MAX_FORECASTS if own["tries"] is None else _whole_number(own["tries"], "--tries", "of forecasts")
+    prediction = forecast(config, connected, num_ranks, say, most)
     if is_on(own, "json"):
         print(json.dumps(prediction.to_dict(), indent=2))
     else:
@@ -62,9 +67,7 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
     from offload.extras.plan.machine_files import parse_link
 
     if machines is not None:
-        if not machines.isdecimal() or int(machines) < 1:
-            raise ConfigError(f"--machines is {machines!r}; it should be a whole number of machines, at least 1.")
-        hardware = hardware.with_(num_machines=int(machines))
+        hardware = hardware.with_(num_machines=_whole_number(machines, "--machines", "of machines"))
     if link is not None:
         try:
             rate = parse_link(link)
@@ -84,6 +87,13 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
             "--link 25Gbit, or rates.network_bytes_per_s in the description of --hardware."
         )
     return hardware
+
+
+def _whole_number(text: str, option: str, things: str) -> int:
+    """Return the value of an option, at least 1. Raises ConfigError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{option} is {text!r}; it should be a whole number {things}, at least 1.")
+    return int(text)
 
 
 def _show(prediction: Forecast) -> None:

@@ -239,7 +239,7 @@ def plan_memory(
     if copied:
         kept = sum(region.weight_bytes for region in copied if region.index in resident)
         plan.append(Allocation(DEVICE, RESIDENT, kept))
-        excluded = resident.union(region.index for region in regions if region not in copied)
+        excluded = resident.union(region.index for region in regions if residence.is_used_in_place(region))
         plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
         largest = max((sum(residence.slot_bytes(region) for region in record) for record in records), default=0)
         plan.append(Allocation(DEVICE, EXPERT_SLOT, stagings * largest))

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
+from tests.cli.conftest import LLAMA
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
@@ -55,6 +56,14 @@ def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[
     assert "low" not in held, "the base is planned like bf16 files"
     assert 0 < held["exp avg"] == held["gradients"] < held["weights"] / 20, "PEFT keeps adapters over bf16 in fp32"
     assert found["step_seconds"] > 0
+
+
+def test_a_quantization_that_is_not_planned_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}))
+    length = ("--data.sequence_length", "32", "--train.batch_size", "1")
+    _, found = told(capsys, "--model.path", str(file), "--hardware", "rtx-4090", *length)
+    assert [note for note in found["notes"] if "(mxfp4) is not planned" in note and str(file) in note]
 
 
 @pytest.mark.slow
@@ -275,6 +284,7 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
         (["--hardwear", "h100"], "did you mean hardware"),
         ([*SMALL, "--machines", "2"], "their network rate is unknown: give --link"),
         ([*SMALL, "--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
+        ([*SMALL, "--tries", "none"], "--tries is 'none'; it should be a whole number of forecasts"),
         ([*SMALL, "--link", "25Gbit"], "--link is 25Gbit, but the run is on 1 machine.*set --machines"),
         ([*SMALL, "--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
         (

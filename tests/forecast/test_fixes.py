@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from offload.app.training.planner import planned_advice
 from offload.engine.engine import Engine
 from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
-from offload.extras.plan.alternatives import _changes, _fixes, apply_change, find_fix, place_or_fix
+from offload.extras.plan.alternatives import Tries, _changes, _fixes, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.run_forecast import describe_misfit
@@ -117,14 +115,41 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fits], list[Mapping[str,
 
 
 def test_a_larger_budget_comes_before_other_training_and_after_all_else(tried: Any) -> None:
-    anything: Any = None
+    anything: Any = SimpleNamespace(num_made=0)
     tried(lambda change: "train.batch_size" in change)
-    assert find_fix(anything, anything) == {"offload.device_memory": "3MiB"}
+    assert find_fix(anything, anything, Tries(anything, 1)) == {"offload.device_memory": "3MiB"}
     tried(lambda change: len(change) == 2)
-    assert find_fix(anything, anything) == {"train.recompute": "always", "offload.activations": "cpu"}
-    seen = tried(lambda _: True)
-    assert find_fix(anything, anything, time.monotonic() - 1.0) == {"offload.device_memory": "3MiB"}
-    assert not seen, "the time is over"
+    found = find_fix(anything, anything, Tries(anything, 1))
+    assert found == {"train.recompute": "always", "offload.activations": "cpu"}
+    seen, none_left = tried(lambda _: True), Tries(anything, 0)
+    assert find_fix(anything, anything, none_left) == {}
+    assert none_left.is_cut
+    assert not seen
+
+
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_search_ends_after_a_number_of_forecasts_and_tells_no_result_then(most: int) -> None:
+    """The number alone decides, so that the advice is the same on a busy machine."""
+    forecaster, initial = misfit(**{"offload.host_memory": "1MiB", "offload.optimizer": "cpu"})
+    found = place_or_fix(forecaster, initial, lambda _: None, most)
+    _, advice, *_ = describe_fit(found)
+    if most == 1:
+        assert (found.fix, found.untried_after) == ("", 1)
+        assert "before all changes were tried" in advice
+        assert "offload plan --tries 4" in advice
+    else:
+        assert found.untried_after is None
+        assert found.fix in advice
+
+
+def test_a_larger_device_budget_is_a_change_for_the_host() -> None:
+    """A small one cuts the tied embedding into rows, and its gradients are then summed on the host."""
+    on_disk = {**ON_DISK, "offload.nvme_dir": ["/disk"], "train.precision": "bf16", "train.micro_batch_size": 1}
+    forecaster, initial = misfit(**on_disk, **{"offload.device_memory": "1700KiB", "offload.host_memory": "5MiB"})
+    assert initial.memory.shortfalls.keys() == {"cpu"}
+    change = alternatives._larger_budgets(forecaster, initial)
+    assert change.keys() == {"offload.device_memory"}
+    assert forecaster.predict(apply_change(initial.config, change), initial.hardware, times=False).fits
 
 
 def misfit(**settings: Any) -> tuple[Forecaster, Forecast]:
@@ -138,9 +163,9 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     forecaster, initial = misfit(**{"offload.host_memory": "1MiB", "offload.optimizer": "cpu"})
     said: list[str] = []
 
-    def search(_forecaster: Any, _prediction: Any, ends: float) -> dict[str, Any]:
+    def search(_forecaster: Any, _prediction: Any, tries: Tries) -> dict[str, Any]:
         assert len(said) == 1, "a search before the refusal"
-        assert 0 < ends - time.monotonic() <= alternatives.SEARCH_S
+        assert tries.has_more()
         return {}
 
     monkeypatch.setattr(alternatives, "find_fix", search)
@@ -154,8 +179,8 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     assert "no change" in advice
     assert "offload plan" not in advice, "the advice is of that command"
     monkeypatch.setattr(alternatives, "_changes", lambda _: [{"train.batch_size": 1}])
-    monkeypatch.setattr(alternatives, "_try_change", Mock(side_effect=AssertionError("a try after the time")))
-    others = alternatives.alternatives(forecaster, initial, found, time.monotonic() - 1.0)
+    monkeypatch.setattr(alternatives, "_try_change", Mock(side_effect=AssertionError("a try after the last")))
+    others = alternatives.alternatives(forecaster, initial, found, Tries(forecaster, 0))
     assert all("more host memory" in other.change for other in others)
     error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
     assert "was not tried" in str(error)
@@ -170,7 +195,7 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
 @pytest.mark.slow
 def test_a_larger_budget_is_planned_and_narrowed() -> None:
     forecaster, initial = misfit(**{"offload.device_memory": "1MiB", "train.micro_batch_size": 2})
-    found = alternatives._larger_budgets(forecaster, initial, math.inf)
+    found = alternatives._larger_budgets(forecaster, initial)
     (budget,) = found.values()
     assert alternatives._fits(forecaster, initial, found)
     _, larger = misfit(**{"offload.device_memory": budget})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,8 +51,10 @@ _HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
 _BOTH_UPDATES: Mapping[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
 _STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
 """Changes from which the search starts again."""
-SEARCH_S = 20
-"""Time limit for the changes and alternatives of a run that does not fit, in seconds. A try that has begun ends later.
+MAX_FORECASTS = 64
+"""Limit for the changes of a run that does not fit, and again for the alternatives. A try that has begun makes more.
+
+A count, not a time, so that the advice is the same on a busy machine.
 """
 _TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
 """Changes of the training itself, with words about the step."""
@@ -61,11 +62,27 @@ _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
 
+class Tries:
+    """The limit of one search: a number of forecasts."""
+
+    def __init__(self, forecaster: Forecaster, most: float) -> None:
+        """`most`: forecasts to make from now on. A cached forecast is free."""
+        self._forecaster, self._end = forecaster, forecaster.num_made + most
+        self.is_cut = False
+        """True if something was left out for the limit."""
+
+    def has_more(self) -> bool:
+        """Return False after the limit, for something to try that is then left out."""
+        self.is_cut = self.is_cut or self._forecaster.num_made >= self._end
+        return not self.is_cut
+
+
 def forecast(
     config: Config,
     hardware: Hardware | None = None,
     num_ranks: int = 1,
     say: Callable[[str], None] = lambda _text: None,
+    most: int = MAX_FORECASTS,
 ) -> Forecast:
     """Forecast a run and list alternatives. Raises ConfigError.
 
@@ -73,15 +90,18 @@ def forecast(
         preset represents a model to be downloaded, so frozen weights are planned in bf16.
     num_ranks: ranks per machine.
     say: receives a line before a long search.
+    most: limit for the search if the run does not fit, in forecasts.
     """
     forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
     initial = forecaster.predict(config, hardware)
-    ends = time.monotonic() + SEARCH_S
-    prediction = place_or_fix(forecaster, initial, say)
-    others = list(alternatives(forecaster, initial, prediction, math.inf if prediction.fits else ends))
+    prediction = place_or_fix(forecaster, initial, say, most)
+    tries = Tries(forecaster, math.inf if prediction.fits else most)
+    others = list(alternatives(forecaster, initial, prediction, tries))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
-    return replace(prediction, alternatives=tuple(others))
+    notes = (f"alternatives were left out after {most} forecasts: --tries {4 * most} lists more.",)
+    notes = (*prediction.notes, *notes) if tries.is_cut else prediction.notes
+    return replace(prediction, alternatives=tuple(others), notes=notes)
 
 
 def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
@@ -97,42 +117,44 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
-def place_or_fix(forecaster: Forecaster, initial: Forecast, say: Callable[[str], None]) -> Forecast:
+def place_or_fix(
+    forecaster: Forecaster, initial: Forecast, say: Callable[[str], None], most: int = MAX_FORECASTS
+) -> Forecast:
     """Return the forecast as `train` would run it. If it does not fit, it has the smallest fix, and no step time.
 
-    say: receives the shortage before a search that takes seconds.
+    say: receives the shortage before a search that takes seconds. most: limit for the search, in forecasts.
     """
-    ends = time.monotonic() + SEARCH_S
     if not initial.fits:
-        say(f"{initial.shortage} Looking for the smallest change that fits, for about {SEARCH_S} s ...")
+        say(f"{initial.shortage} Looking for the smallest change that fits ...")
     prediction = place(forecaster, initial)
     if prediction.fits:
         return prediction
-    fix, notes = find_fix(forecaster, prediction, ends), prediction.notes
-    if not fix and time.monotonic() >= ends:
-        notes = (*notes, f"the search for a change that fits ended after {SEARCH_S} s without a result.")
+    tries, notes = Tries(forecaster, most), prediction.notes
+    fix = find_fix(forecaster, prediction, tries)
     for key, step in _TRAINING_CHANGES.items():
         if key in fix:
             notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
     fixed = _try_placement(forecaster, prediction, fix) if fix else None
     bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
-    return replace(prediction, timing=None, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
+    untried_after = most if tries.is_cut and not fix else None
+    changed = {"fix": to_flags(fix), "fix_bytes": bytes_by_tier, "untried_after": untried_after}
+    return replace(prediction, timing=None, notes=notes, **changed)
 
 
 def alternatives(
-    forecaster: Forecaster, initial: Forecast, prediction: Forecast, ends: float = math.inf
+    forecaster: Forecaster, initial: Forecast, prediction: Forecast, tries: Tries
 ) -> Iterator[Alternative]:
     """Yield alternatives beyond the fix: changes with a different answer to "does the run fit", or another throughput.
 
-    initial: forecast before the placement search. prediction: forecast after the search. ends: time.monotonic() to stop
-        at, but for more host memory.
+    initial: forecast before the placement search. prediction: forecast after the search. tries: limit for all but more
+        host memory.
     """
     found = list[tuple[str, Forecast]]()
     if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
         more_bytes, more = _more_host_memory(forecaster, initial)
         found.append((f"{format_bytes(more_bytes)} more host memory", more))
     for change in _changes(prediction):
-        if time.monotonic() >= ends:
+        if not tries.has_more():
             break
         other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
@@ -295,11 +317,11 @@ def _try_change(
         return None
 
 
-def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.inf) -> dict[str, Any]:
+def find_fix(forecaster: Forecaster, prediction: Forecast, tries: Tries) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
     Tries single changes from cheapest to most expensive, then adds them up in this order. Larger budgets come next, and
-    changes of the training itself last. The result was planned, and fits. `ends`: time.monotonic() to stop at.
+    changes of the training itself last. The result was planned, and fits.
     """
     changes = list(_fixes(prediction))
     others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
@@ -308,29 +330,27 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.in
 
     def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for change in candidates:
-            if time.monotonic() >= ends:
+            if not tries.has_more():
                 break
             if _fits(forecaster, prediction, change):
-                return _drop_needless(forecaster, prediction, change, ends)
+                return _drop_needless(forecaster, prediction, change)
         return {}
 
     return (
         first(keeping)
         or first(list(itertools.accumulate(together, operator.or_))[1:])
-        or _larger_budgets(forecaster, prediction, ends)
+        or (_larger_budgets(forecaster, prediction) if tries.has_more() else {})
         or first(others)
-        or first(list(itertools.accumulate([*together, *others], operator.or_))[1:])
+        or first(list(itertools.accumulate([*together, *others], operator.or_))[max(1, len(together)) :])
     )
 
 
-def _drop_needless(
-    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], ends: float
-) -> dict[str, Any]:
+def _drop_needless(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
     """Drop keys not needed for the run to fit."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
-        if fewer and time.monotonic() < ends and _fits(forecaster, prediction, fewer):
-            return _drop_needless(forecaster, prediction, fewer, ends)
+        if fewer and _fits(forecaster, prediction, fewer):
+            return _drop_needless(forecaster, prediction, fewer)
     return dict(change)
 
 
@@ -345,8 +365,22 @@ def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping
     return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
-def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -> dict[str, Any]:
-    """Return budgets raised until the run fits; empty if larger budgets do not help.
+def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
+    """Return budgets raised until the run fits, with the fewest bytes more; empty if larger budgets do not help.
+
+    Tries the budgets of the short tiers, and the device budget alone: a larger one cuts units into fewer parts, which
+    can take less of the host.
+    """
+    short = _raised_budgets(forecaster, prediction)
+    device = {} if "device" in prediction.memory.shortfalls else _larger_device(forecaster, prediction)
+    found = [_narrow(forecaster, prediction, change) for change in (short, device) if change]
+    more_bytes = [sum(size - prediction.config.get(key) for key, size in change.items()) for change in found]
+    best = min(zip(more_bytes, found, strict=True), key=operator.itemgetter(0), default=(0, {}))[1]
+    return {key: f"{n >> 10}KiB" if n % (1 << 20) else f"{n >> 20}MiB" for key, n in best.items()}
+
+
+def _raised_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, int]:
+    """Return the budgets of the short tiers, raised by the shortage, in bytes; empty if the run does not fit then.
 
     A plan can need more with a larger budget, since units are cut into parts by the budget. So each result is planned.
     """
@@ -362,17 +396,34 @@ def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -
             num_sharing = 1 if tier == "device" else prediction.num_ranks
             change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
         larger = _try_change(forecaster, prediction, change, times=False)
-    if larger is None or not larger.fits:
-        return {}
-    for key in change:  # narrow to a sixteenth
+    return change if larger is not None and larger.fits else {}
+
+
+def _larger_device(forecaster: Forecaster, prediction: Forecast) -> dict[str, int]:
+    """Return a device budget that fits, doubled up to the memory of the device, in bytes; empty: none does."""
+    key, most = BUDGETS["device"], prediction.hardware.device_bytes
+    budget = prediction.config.get(key)
+    for _ in range(_MAX_ENLARGEMENTS if budget else 0):
+        budget *= 2
+        if most is not None and budget > most:
+            break
+        if _fits(forecaster, prediction, {key: budget}):
+            return {key: budget}
+    return {}
+
+
+def _narrow(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, int]) -> dict[str, int]:
+    """Return smaller budgets that still fit, to a sixteenth, in bytes."""
+    change = dict(change)
+    for key in change:
         too_small = prediction.config.get(key)
-        while change[key] - too_small > max(1 << 16, change[key] >> 4) and time.monotonic() < ends:
+        while change[key] - too_small > max(1 << 16, change[key] >> 4):
             middle = -(-(too_small + change[key]) // 2 >> 16) << 16
             if _fits(forecaster, prediction, {**change, key: middle}):
                 change[key] = middle
             else:
                 too_small = middle
-    return {key: f"{n >> 10}KiB" if n % (1 << 20) else f"{n >> 20}MiB" for key, n in change.items()}
+    return change
 
 
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:

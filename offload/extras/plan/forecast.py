@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from offload.app.hf.models import (
     model_kind,
     trained_config,
 )
-from offload.app.hf.quantized import quantization_settings
+from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.hf.read import quantized_parameters
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
@@ -110,6 +111,8 @@ class Forecast:
     """Smallest change needed to fit, as flags; empty: the run fits, or no change is known."""
     fix_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes per tier with the fix applied."""
+    untried_after: int | None = None
+    """Forecasts after which the search for a fix ended, with changes untried; None: a fix, or nothing left to try."""
     alternatives: tuple[Alternative, ...] = ()
     """Other configurations to consider, fastest first."""
 
@@ -204,6 +207,7 @@ class Forecast:
             "refusal": self.refusal or None,
             "fix": self.fix or None,
             "fix_bytes": dict(self.fix_bytes),
+            "untried_after": self.untried_after,
             "notes": list(self.notes),
             "alternatives": [asdict(each) for each in self.alternatives],
             "levers": [
@@ -252,8 +256,7 @@ class Forecaster:
         if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
             model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
         quantization = quantization_settings(architecture)
-        folder = None if quantization is None else locate(section)
-        if quantization is not None and folder is not None and is_pretrained(section, folder):
+        if quantization is not None and (folder := self._quantized_folder) is not None:
             quantized |= quantized_parameters(model, folder, quantization)
         if self.config.lora.adapts:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
@@ -263,6 +266,19 @@ class Forecaster:
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, quantized=quantized)
+
+    @cached_property
+    def _quantized_folder(self) -> Path | None:
+        """Folder with the quantized weights; None: not quantized, or built without weights."""
+        if quantization_settings(self._architecture) is None:
+            return None
+        folder = locate(self.config.model)
+        return folder if is_pretrained(self.config.model, folder) else None
+
+    @property
+    def num_made(self) -> int:
+        """Number of forecasts made, without repeated ones."""
+        return len(self._forecasts)
 
     def predict(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return the forecast for a configuration on a machine. Raises ConfigError.
@@ -306,6 +322,13 @@ class Forecaster:
             notes.append("the device uses the host's memory: moving states to the host frees no memory.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
             notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
+        quantization = quantization_settings(self._architecture)
+        if quantization is not None and self._quantized_folder is None:
+            notes.append(
+                f"the quantization in the configuration ({quantization_method(quantization)}) is not planned, because "
+                f"{config.model.label} has no weight files: the plan is for unquantized weights. Set --model.path to "
+                "the folder with the weights."
+            )
         workload = None if isinstance(work, str) else work
         if workload is not None and (text := describe_experts(prepared.structure, workload)):
             notes.append(text)

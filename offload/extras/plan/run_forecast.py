@@ -111,6 +111,11 @@ def describe_fix(prediction: Forecast) -> str:
     """Return a sentence about the smallest change that fits."""
     if prediction.fix:
         return f"the smallest change that fits: {prediction.fix}"
+    if (tried := prediction.untried_after) is not None:
+        return (
+            f"no change that makes it fit is known yet: the search ended after {tried} forecasts, before all changes "
+            f"were tried. `offload plan --tries {4 * tried}`, with the same settings, tries more."
+        )
     return (
         "no change that makes it fit was found: lower --data.sequence_length, or choose a smaller model or a larger "
         "machine."
