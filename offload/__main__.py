@@ -14,6 +14,7 @@ COMMANDS = {
     "data": "show the training data of a run: sources, lengths, rows with the trained tokens marked",
     "report": "write a page about a run: curves, the time within a step, memory, settings to change",
     "plan": "predict memory and step time of a run, on this machine or one from a description",
+    "init": "write a configuration file for a run that fits, on this machine or one from a description",
     "export": "write a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "check checkpoints and Hugging Face folders for damage",
@@ -28,6 +29,7 @@ offload trains a Hugging Face model that does not fit the device, as if it did.
 
   offload train                      a small model on real text: two minutes, nothing to download
   offload plan --model.preset 8b     memory and step time, before the run
+  offload init --model.path FOLDER --data.source 'notes/*.txt'     a configuration file that fits this machine
   offload train --model.path FOLDER --data.source 'notes/*.txt'     your own model and text
   offload data --data.source 'notes/*.txt'     the training data, to look at first
   offload report RUN                 a page about a run and its steps

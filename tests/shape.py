@@ -46,7 +46,7 @@ RINGS = {
     "adapters": "offload.extras.adapters",
     "prefs": "offload.extras.prefs",
     "data": "offload.extras.data offload.data",
-    "plan": "offload.extras.plan offload.plan",
+    "plan": "offload.extras.plan offload.init offload.plan",
     "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report offload.verify",
     "integrations": "offload.integrations",
     "generate": "offload.extras.generate offload.generate",

@@ -390,12 +390,17 @@ class Config(BaseModel):
             warmup = min(100, (steps or 0) // 20)
         return self.with_resolved(train__steps=steps, optimizer__warmup_steps=warmup)
 
-    def to_yaml(self) -> str:
-        """Return YAML from which `Config.load` reads the same values. A comment on each line gives the origin."""
+    def to_yaml(self, *, defaults: bool = True) -> str:
+        """Return YAML from which `Config.load` reads the same values. A comment on each line gives the origin.
+
+        defaults: also list values that nobody has set.
+        """
         lines = []
         previous = ""
         for key, value in self.items():
             section, field = key.split(".")
+            if not defaults and self.is_default(key):
+                continue
             if section != previous:
                 lines.append(f"{section}:")
                 previous = section

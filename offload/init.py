@@ -1,0 +1,93 @@
+"""`python -m offload.init`: write a configuration for `train`, for this machine or one from a description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.app.config.command_line import CommandOption, importing, parse_command, run_command, say, take_gpus
+from offload.errors import ConfigError, DoesNotFitError
+from offload.sizes import parse_size
+
+if TYPE_CHECKING:
+    from offload.app.config.config import Config
+    from offload.extras.plan.forecast import Forecast, Forecaster
+    from offload.machine.hardware import Hardware
+
+DESCRIPTION = (
+    "Write the settings of a run that fits into a YAML file, for train --config. Settings not given stay automatic, "
+    "but for train.micro_batch_size: the most rows at a time that fit. No weights or data are read. Exit codes: 0 "
+    "written, 2 bad configuration, 3 nothing fits, with the smallest change that does."
+)
+OPTIONS = {
+    "out": CommandOption("FILE.yaml", "(default: offload.yaml)", "The file to write; a file there is kept."),
+    "hardware": CommandOption(
+        "FILE|NAME",
+        "(default: this machine)",
+        "Write for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
+    ),
+    "host-memory": CommandOption(
+        "SIZE", "(default: as described)", "Free host memory of the described machine, such as 60GiB."
+    ),
+}
+
+
+def main(words: list[str]) -> int:
+    num_ranks, words = take_gpus(words)
+    config, own = parse_command(words, prog="python -m offload.init", description=DESCRIPTION, own=OPTIONS)
+    described = own["hardware"]
+    if described is None and own["host-memory"] is not None:
+        raise ConfigError("--host-memory describes another machine; set --offload.host_memory for a limit on this one.")
+    path = Path(own["out"] or "offload.yaml").expanduser()
+    if path.exists():
+        raise ConfigError(f"{path} exists, and is kept; give another file with --out.")
+    with importing():
+        from offload.app.hf.models import quiet_transformers
+        from offload.extras.plan.alternatives import this_hardware
+        from offload.extras.plan.forecast import Forecaster
+        from offload.extras.plan.run_forecast import describe_misfit
+    quiet_transformers()
+    hardware = this_hardware(config) if described is None else _described(described, own["host-memory"])
+    forecaster = Forecaster(config, num_ranks, plans_downloads=described is not None)
+    config, prediction = _fitting(forecaster, config, hardware)
+    if not prediction.fits:
+        say(describe_misfit(prediction))
+        return DoesNotFitError.exit_code
+    command = f"offload train {f'--gpus {num_ranks} ' if num_ranks > 1 else ''}--config {path}"
+    path.write_text(f"# {_forecast(prediction)}\n# {command}\n\n{config.to_yaml(defaults=False)}", encoding="utf-8")
+    print(f"{path}: {_forecast(prediction)}\n{command}")
+    return 0
+
+
+def _described(name: str, host_memory: str | None) -> Hardware:
+    from offload.extras.plan.machine_files import read_machine
+
+    hardware = read_machine(name)
+    if host_memory is None:
+        return hardware
+    return hardware.with_(host_bytes=parse_size(host_memory, "--host-memory"))
+
+
+def _fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> tuple[Config, Forecast]:
+    """Return the configuration with the most rows at a time that fit, and the forecast; without a fit, with the fix."""
+    from offload.extras.plan.alternatives import place, place_or_fix
+
+    rows = config.train.batch_size // forecaster.num_ranks
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    tried = [config.with_resolved(train__micro_batch_size=size) for size in sizes]
+    for each in [config] if config.train.micro_batch_size else tried:
+        prediction = place(forecaster, forecaster.predict(each, hardware))
+        if prediction.fits:
+            return each, prediction
+    return config, place_or_fix(forecaster, forecaster.predict(config, hardware), say)
+
+
+def _forecast(prediction: Forecast) -> str:
+    """Return the forecast in one line: model, machine, speed, memory by tier."""
+    from offload.extras.plan.run_forecast import describe_forecast
+
+    return f"{prediction.name} on {prediction.hardware.name}, by the plan {describe_forecast(prediction)}"
+
+
+if __name__ == "__main__":
+    run_command(main)
