@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload.errors import ConfigError
+from offload.extras.data.chat import BUILTIN_TEMPLATE
 from offload.extras.data.encode import EncodedDocument, Encoder
 from offload.extras.data.formats import Chat, Pair, Preference, Record, Text
 from offload.extras.data.rows import BadRow, BadRows
@@ -97,6 +100,65 @@ def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], templa
     assert found == runs
     if template is DATED:  # the clock stands still
         assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
+
+
+GLM = (  # an answer ends by the next role marker
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPACED = GLM.replace("'<|' +", "'\n<|' +").replace("%}<|assistant|>", "%}{{ '\n<|assistant|>' }}")
+MARKERS = ("<|endoftext|>", "<|user|>", "<|tool|>")
+CALLING = [*CHAT[:3], {"role": "tool", "content": "four"}, {"role": "assistant", "content": "Yes."}, *CHAT[3:]]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "ends", "runs"),
+    [
+        (GLM, CHAT, MARKERS, ["\nIt is four.<|user|>", "\nÜ — Paris.<|endoftext|>"]),
+        (GLM, CALLING, MARKERS, ["\nIt is four.<|tool|>", "\nYes.<|user|>", "\nÜ — Paris.<|endoftext|>"]),
+        (SPACED, CHAT, MARKERS, ["\nIt is four.\n<|user|>", "\nÜ — Paris.<|endoftext|>"]),
+        (GLM, [*CHAT, CHAT[1]], MARKERS, ["\nIt is four.<|user|>", "\nÜ — Paris.<|user|>"]),
+        (GLM, CHAT, MARKERS[:1], ["\nIt is four.", "\nÜ — Paris.<|endoftext|>"]),
+        (CHATML, CHAT, ("<|im_end|>", *MARKERS), ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
+        (OWN_END, CHAT, MARKERS, ["It is four.<|endoftext|>\n", "Ü — Paris.<|endoftext|>\n"]),
+        (MISTRAL, CHAT[1:], MARKERS, [" It is four.<|endoftext|>", " Ü — Paris.<|endoftext|>"]),
+        (MARKED, CHAT, MARKERS, ["It is four.!", "Ü — Paris.!<|endoftext|>"]),
+        (BUILTIN_TEMPLATE, CALLING, MARKERS, [f"{t}<|endoftext|>" for t in ("It is four.", "Yes.", "Ü — Paris.")]),
+    ],
+)
+def test_the_token_that_ends_a_turn_is_trained_once(
+    template: str, messages: Any, ends: tuple[str, ...], runs: list[str], bpe_folder: Callable[..., str]
+) -> None:
+    """Break: train no role marker, or the marker behind a turn with an own end."""
+    tokenizer = load_tokenizer(bpe_folder(template))
+    encoder = Encoder(tokenizer, False, ends=ends)
+    (document,) = encoder.encode([(False, Chat("x", messages))])
+    assert trained_runs(tokenizer, document) == runs
+    assert encoder.num_open == (template == GLM and len(ends) == 1)
+    assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == tokenizer.apply_chat_template(
+        messages, tokenize=False
+    ).removesuffix("<|endoftext|>"), "the text is the template's"
+
+
+def test_a_trained_turn_of_the_user_keeps_its_marker_once(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(GLM))
+    chat = Chat("x", CHAT, marks={3: True})
+    (document,) = Encoder(tokenizer, False, ends=MARKERS).encode([(False, chat)])
+    assert trained_runs(tokenizer, document) == ["\nIt is four.<|user|>\nAnd 日本?", "\nÜ — Paris.<|endoftext|>"]
+
+
+def test_the_ends_are_those_of_the_model(bpe_folder: Callable[..., str], dataset_of: Any, write_lines: Any) -> None:
+    """The file with the ends of generation decides, else config.json, and a note tells turns without an end."""
+    folder = Path(bpe_folder(GLM))
+    path = write_lines("rows.jsonl", {"messages": CHAT}, {"messages": CHAT})
+    found, ids = [], {word: load_tokenizer(str(folder)).convert_tokens_to_ids(word) for word in MARKERS}
+    for name, ends in (("none", None), ("config.json", ids["<|user|>"]), ("generation_config.json", [*ids.values()])):
+        (folder / name).write_text(json.dumps({"eos_token_id": ends, "model_type": "llama"}))
+        data = dataset_of(path, model_path=str(folder), tokenizer=None, sequence_length=96, batch_size=1)
+        labels = data.batch(0)["labels"][0]
+        found.append((labels == ids["<|user|>"]).sum().item())
+        assert any("2 answers before other turns" in note for note in data.notes) == (name == "none")
+    assert found == [0, 1, 1]
 
 
 def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> None:

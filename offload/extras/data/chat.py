@@ -53,10 +53,16 @@ class ChatRenderer:
 
     For rows with marks on single messages, methods 2 and 3 locate the messages, and the template's `{% generation %}`
     marks restrict the trained characters. The completion in a prompt-completion row is trained as a whole.
+
+    Some templates end an answer by the next role marker alone (GLM). If this marker ends generation, it is trained as
+    the end of the answer. Marks of the template are kept as they are.
     """
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
-        """Raises ConfigError for named templates without a `default`."""
+    def __init__(self, tokenizer: Any, train_on_prompt: bool, ends: Sequence[str] = ()) -> None:
+        """`ends`: texts of the tokens that end generation.
+
+        Raises ConfigError for named templates without a `default`.
+        """
         templates = tokenizer.chat_template or BUILTIN_TEMPLATE
         templates = templates if isinstance(templates, dict) else {"default": templates}
         if "default" not in templates:
@@ -67,6 +73,9 @@ class ChatRenderer:
         self._default = Template(tokenizer, templates["default"])
         self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
         self._train_on_prompt = train_on_prompt
+        self._ends = tuple(ends)
+        self.num_open = 0
+        """Answers before another turn, without a token that ends generation."""
 
     def render_documents(self, chat: Chat) -> list[Segments]:
         """Return the documents of a conversation: several only if the template rewrites earlier turns.
@@ -80,14 +89,29 @@ class ChatRenderer:
             return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
         if marks is not None and not chat.marks and chat.num_prompt is None:
             return [_segments(whole, marks)]
-        parts = [_find_message(template, chat, i) for i in range(len(chat.messages)) if chat.trains(i)]
+        trained = [i for i in range(len(chat.messages)) if chat.trains(i)]
+        parts = [_find_message(template, chat, i) for i in trained]
         spans = [
             _within((start, len(text)), own_marks if chat.num_prompt is None else None)
             for start, text, own_marks in parts
         ]
         if all(whole.startswith(text) for _, text, _ in parts):
+            starts = {start for start, _, _ in parts}
+            for number, (start, text, own_marks) in enumerate(parts):
+                is_answer = chat.messages[trained[number]]["role"] == "assistant"
+                if is_answer and not own_marks and len(text) not in starts:
+                    spans[number] = [(start, self._end_of_turn(whole, start, len(text)))]
             return [_segments(whole, [span for each in spans for span in each])]
         return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
+
+    def _end_of_turn(self, text: str, start: int, end: int) -> int:
+        """Return the end of a turn with the next token, if this one ends generation and the turn has no such token."""
+        behind = text[end:].lstrip()
+        if not behind or text[start:end].rstrip().endswith(self._ends):
+            return end
+        marker = next((each for each in self._ends if behind.startswith(each)), None)
+        self.num_open += marker is None
+        return end if marker is None else len(text) - len(behind) + len(marker)
 
 
 class Template:

@@ -109,6 +109,8 @@ class EncodedBatch:
     """Skipped documents without a token."""
     num_split: int = 0
     """Conversations split into several documents."""
+    num_open: int = 0
+    """Answers before another turn, without a token that ends generation."""
 
 
 class Encoder:
@@ -127,15 +129,16 @@ class Encoder:
         byte_count_scope: ByteCountScope = "none",
         num_workers: int = 0,
         batch_encoder: BatchEncoder[list[EncodeRequest], EncodedBatch] | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
         """`bad` receives refused conversations; without `bad` the first one is an error.
 
         `byte_count_scope`: documents with byte counts. For `held out`, training documents also get byte counts until
         the first held-out document, because without one, eval rows are taken from the training rows. `num_workers`:
         encoding processes; 0: this process with the threads of `tokenizers`. `batch_encoder`: encoder in place of the
-        text encoder.
+        text encoder. `ends`: as in `ChatRenderer`.
         """
-        self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt)
+        self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt, ends)
         self._byte_count_scope, self._holds_out = byte_count_scope, False
         self._bad = bad or BadRows("error")
         self._num_workers = num_workers
@@ -143,6 +146,8 @@ class Encoder:
         """Skipped documents without a token."""
         self.num_split = 0
         """Conversations split into several documents."""
+        self.num_open = 0
+        """Answers before another turn, without a token that ends generation."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
         """Yield the encoded documents for each (in_eval, record) in order.
@@ -154,6 +159,7 @@ class Encoder:
             for batch in batches:
                 self.num_empty += batch.num_empty
                 self.num_split += batch.num_split
+                self.num_open += batch.num_open
                 for part in batch.parts:
                     if isinstance(part, BadRow):
                         self._bad.handle(part)
@@ -180,16 +186,17 @@ class Encoder:
 class _TextEncoder:
     """Encodes text records in batches, in this process or in a worker."""
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+    def __init__(self, tokenizer: Any, train_on_prompt: bool, ends: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
-        self._renderer = ChatRenderer(tokenizer, train_on_prompt)
+        self._renderer = ChatRenderer(tokenizer, train_on_prompt, ends)
         self._prefix, self._suffix = find_frame(tokenizer)  # also switches truncation and padding off
         self._eos: int | None = tokenizer.eos_token_id
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
         encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
+        num_open = self._renderer.num_open
         for request in batch:
             try:
                 prepared.append(self._draft_documents(request))
@@ -205,6 +212,7 @@ class _TextEncoder:
             encoded.num_split += isinstance(request.record, Chat) and len(documents) > 1
             encoded.num_empty += documents.count(None)
             encoded.parts += [each for each in documents if each is not None]
+        encoded.num_open = self._renderer.num_open - num_open
         return encoded
 
     def _draft_documents(self, request: EncodeRequest) -> list[EncodedDocument | _Draft]:

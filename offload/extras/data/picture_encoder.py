@@ -71,15 +71,16 @@ def load_processor(path: str | None) -> Any:
 class PictureEncoder:
     """Encodes conversations with pictures, in this process or in a worker."""
 
-    def __init__(self, processor: Any, train_on_prompt: bool) -> None:
+    def __init__(self, processor: Any, train_on_prompt: bool, ends: Sequence[str] = ()) -> None:
+        """`ends`: as in `ChatRenderer`."""
         self._processor = processor
-        self._renderer = ChatRenderer(processor, train_on_prompt)
+        self._renderer = ChatRenderer(processor, train_on_prompt, ends)
         self._placeholder: str = processor.image_token
         self._eos: str = processor.tokenizer.eos_token or ""
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode a batch of records, each a `Chat`."""
-        parts, num_split = list[EncodedDocument | BadRow](), 0
+        parts, num_split, num_open = list[EncodedDocument | BadRow](), 0, self._renderer.num_open
         for request in batch:
             try:
                 documents = self._documents(request)
@@ -88,7 +89,7 @@ class PictureEncoder:
             else:
                 parts += documents
                 num_split += len(documents) > 1
-        return EncodedBatch(parts, num_split=num_split)
+        return EncodedBatch(parts, num_split=num_split, num_open=self._renderer.num_open - num_open)
 
     def _documents(self, request: EncodeRequest) -> list[EncodedDocument]:
         """Return the documents for a conversation. Raises BadRow."""

@@ -45,6 +45,7 @@ from offload.extras.data.storage import LocalFile
 from offload.extras.data.store import TokenStore, TokenWriter
 from offload.extras.data.tokenizer import (
     check_vocabulary,
+    end_texts,
     hash_tokenizer,
     load_or_train_tokenizer,
     load_tokenizer,
@@ -71,6 +72,8 @@ class TokenizedData:
     """Skipped documents without text."""
     num_split: int
     """Conversations split into several documents."""
+    num_open: int
+    """Answers before another turn, without a token that ends generation."""
     streams: bool
     """True if some tokens came from a file without document borders."""
     num_bad: int
@@ -160,6 +163,8 @@ class Preparation:
     """Processes for tokenization. None: as many as save time."""
     processor: Any = None
     """The model's processor for pictures, set by `open_tokenizer`. None: no pictures."""
+    ends: tuple[str, ...] = ()
+    """Texts of the tokens that end generation, set by `open_tokenizer`."""
 
     def __post_init__(self) -> None:
         self.notes = [note for each in self.sources for note in each.notes]
@@ -184,6 +189,7 @@ class Preparation:
         if path is not None:
             loaded = load_tokenizer(path) if self.processor is None else self.processor.tokenizer
             check_vocabulary(loaded, self.vocab_size, path)
+            self.ends = end_texts(loaded, model_path)
             without = not loaded.chat_template and self.processor is None
             if without and any(each.uses_template for each in self.sources):
                 loaded.chat_template = BUILTIN_TEMPLATE  # set here, so it is saved with the model
@@ -236,7 +242,7 @@ class Preparation:
         rules = None if encoder is None else hash_tokenizer(encoder)
         source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
         settings = self.vocab_size, train_on_prompt
-        name = hash_text(repr((code_hash("extras/data"), versions(), source, settings, rules, places)))
+        name = hash_text(repr((code_hash("extras/data"), versions(), source, settings, rules, self.ends, places)))
         return load_or_build(
             self.cache_dir / "tokens",
             name,
@@ -254,7 +260,7 @@ class Preparation:
                     yield text.encode("utf-8", "ignore").decode()
 
     def _build(self, folder: Path, source_files: SourceFiles, tokenizer: Any, train_on_prompt: bool) -> None:
-        picture_encoder = None if self.processor is None else PictureEncoder(self.processor, train_on_prompt)
+        picture_encoder = None if self.processor is None else PictureEncoder(self.processor, train_on_prompt, self.ends)
         masked = picture_encoder is not None or (not train_on_prompt and source_files.may_mask)
         writers = {
             in_eval: TokenWriter(folder / name, self.vocab_size, masked, has_pictures=picture_encoder is not None)
@@ -267,7 +273,15 @@ class Preparation:
             byte_count_scope: ByteCountScope = (
                 "all" if source_files.is_evaluated else "held out" if source_files.eval_share else "none"
             )
-            encoder = Encoder(tokenizer, train_on_prompt, bad, byte_count_scope, workers, batch_encoder=picture_encoder)
+            encoder = Encoder(
+                tokenizer,
+                train_on_prompt,
+                bad,
+                byte_count_scope,
+                workers,
+                batch_encoder=picture_encoder,
+                ends=self.ends,
+            )
         streams, unread, roles = False, set[str](), set[str]()
 
         def with_progress() -> Iterator[tuple[bool, Record]]:
@@ -298,6 +312,7 @@ class Preparation:
             "eval": writers[True].finish(),
             "num_empty": encoder.num_empty if encoder else 0,
             "num_split": encoder.num_split if encoder else 0,
+            "num_open": encoder.num_open if encoder else 0,
             "streams": streams,
             "num_bad": bad.num,
             "bad": bad.examples,
@@ -346,5 +361,5 @@ def _encode_ids(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -
 def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
     train, held_out = (TokenStore(folder / name, meta[name]) for name in ("train", "eval"))
-    counts = meta["num_empty"], meta["num_split"], meta["streams"], meta["num_bad"]
+    counts = meta["num_empty"], meta["num_split"], meta["num_open"], meta["streams"], meta["num_bad"]
     return TokenizedData(train, held_out, *counts, *(tuple(meta[key]) for key in ("bad", "unread", "roles")))

@@ -185,6 +185,12 @@ class SourceRows:
                 "split into one document for each answer, since the chat template rewrites earlier turns: "
                 f"{counted(tokens.num_split, 'conversation')}."
             )
+        if tokens.num_open:
+            notes.append(
+                "without a token behind them that ends generation, so a model does not learn to stop there: "
+                f"{counted(tokens.num_open, 'answer')} before other turns. Name the token at the end of an answer, or "
+                "the role marker behind it, in eos_token_id of the model's generation_config.json."
+            )
         if self.num_truncated:
             notes.append(
                 f"cut off beyond data.sequence_length={self.train.sequence_length} "

@@ -107,6 +107,31 @@ def load_tokenizer(path: str) -> Any:
         ) from error
 
 
+def end_token_ids(tokenizer: Any, model_ids: int | list[int] | None) -> list[int]:
+    """Return the tokens that end generation: the tokenizer EOS, and model EOS tokens known as special tokens.
+
+    A config older than the tokenizer may list ordinary tokens.
+    """
+    ids = model_ids if isinstance(model_ids, list) else [model_ids]
+    candidates = [tokenizer.eos_token_id, *(each for each in ids if each in tokenizer.added_tokens_decoder)]
+    return list(dict.fromkeys(each for each in candidates if each is not None))
+
+
+def end_texts(tokenizer: Any, model_path: str | None) -> tuple[str, ...]:
+    """Return the texts of the tokens that end generation with a model: a folder, a file in it, or a hub name."""
+    from transformers.utils import cached_file
+
+    model_ids = None
+    for name in ("generation_config.json", "config.json") if model_path is not None else ():
+        folder = folder_of(str(model_path))
+        place = str(folder) if folder.is_dir() else str(model_path)
+        path = cached_file(place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            model_ids = json.loads(Path(path).read_bytes()).get("eos_token_id")
+            break
+    return tuple(tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer, model_ids)))
+
+
 def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
     """Raise ConfigError unless every token fits the model embedding with `vocab_size` rows.
 

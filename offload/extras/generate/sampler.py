@@ -20,7 +20,7 @@ from offload.app.hf.read import read_model
 from offload.app.stored_model import read_stored
 from offload.errors import ConfigError, OffloadError, counted, warn
 from offload.extras.adapters.adapters import insert_adapter
-from offload.extras.data.tokenizer import load_tokenizer, tokenizer_folder
+from offload.extras.data.tokenizer import end_token_ids, load_tokenizer, tokenizer_folder
 from offload.extras.generate.streamed_model import ReadFromOutside, StreamedModel
 from offload.machine.limits import memory
 
@@ -203,21 +203,14 @@ class Sampler:
         return config
 
     def _end_token_ids(self, config_ids: int | list[int] | None) -> list[int] | None:
-        """Return the end-of-text tokens: the tokenizer EOS, and model EOS tokens known as special tokens.
-
-        A config older than the tokenizer may list ordinary tokens.
-        """
+        """Return the tokens that end generation. Warns if other programs would not end there."""
         model_ids, own_id = config_ids if isinstance(config_ids, list) else [config_ids], self.tokenizer.eos_token_id
-        if own_id is not None and own_id not in model_ids and not is_checkpoint(self._path):  # an export adds the end
+        if own_id is not None and own_id not in model_ids and not is_checkpoint(self.path):  # an export adds the end
             warn(
-                f"generation ends at token {own_id} of the tokenizer, but the generation_config.json of {self._path} "
+                f"generation ends at token {own_id} of the tokenizer, but the generation_config.json of {self.path} "
                 f"has eos_token_id {config_ids}: other programs would not end there. Add {own_id} to that file."
             )
-        candidates = [
-            own_id,
-            *(each for each in model_ids if each in self.tokenizer.added_tokens_decoder),
-        ]
-        return list(dict.fromkeys(each for each in candidates if each is not None)) or None
+        return end_token_ids(self.tokenizer, config_ids) or None
 
     def __enter__(self) -> Sampler:
         return self
