@@ -118,8 +118,14 @@ class Engine(StateAccess):
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
     def stay(self) -> None:
-        """Keep the engine alive as long as the model, even without other references. `engine_of` finds the engine."""
+        """Let the model stand in for the original one in a script.
+
+        The engine lives as long as the model, even without other references; `engine_of` finds the engine. On a single
+        rank scripts read parameters that were fp32 as fp32 master weights, also under precision bf16.
+        """
         self._state.ownership.engine = self
+        if self.comm.size == 1:
+            self._state.ownership.read_as_given(self.model, self._state.dtypes)
 
     # -- a step ----------------------------------------------------------------------------------------------
 

@@ -39,8 +39,12 @@ class ParameterReads:
         """Drop a parameter's used gradient. See `OwnLoop.drop_gradient`."""
         self._own_loop.drop_gradient(info)
 
-    def read(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a parameter as a new CPU copy, in the dtype used on the device.
+    def is_busy(self) -> bool:
+        """Return whether the engine is at work, or a pass failed halfway."""
+        return not self._recovery.is_idle
+
+    def read(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter as a new CPU copy, in the dtype used on the device, or in fp32 (master weights).
 
         Not collective, because a script may read on one rank only.
 
@@ -50,7 +54,7 @@ class ParameterReads:
         """
         state, recovery = self._state, self._recovery
         if info.name in self._answers:
-            return self._answers[info.name].to(DTYPES[info.compute], copy=True)
+            return self._answers[info.name].to(dtype, copy=True)
         recovery.check_open()
         recovery.recover()
         if not recovery.is_idle:
@@ -71,4 +75,5 @@ class ParameterReads:
         with torch.inference_mode(False), recovery.working(), state.counters.preserve():
             state.updates.flush()
             state.lanes.drain_updates()  # also raises a failure in another parameter's update
-            return state.store.values.read_local(info.index)
+            values = state.store.values
+            return values.read_local(info.index) if dtype == DTYPES[info.compute] else values.read(info.index)

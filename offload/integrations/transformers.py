@@ -497,7 +497,7 @@ def _refuse_other_losses(trainer: Any) -> None:
 
 
 def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weight) for TRL's vLLM: vLLM names, on the device, in the compute dtype. Collective."""
+    """Yield (name, weight) for TRL's vLLM: vLLM names, on the device, in the dtype that the model shows. Collective."""
     if hasattr(trainer.model, "peft_config"):
         raise ConfigError(
             "use_vllm with a PEFT model merges the adapter into the base for each generation, but an engine streams a "

@@ -37,6 +37,8 @@ def wrap(
     The loop stays as it was: forward, `loss.backward()`, `torch.nn.utils.clip_grad_norm_`, `optimizer.step()`,
     `optimizer.zero_grad()`, gradient accumulation, parameter groups, frozen parameters, schedulers of torch, and
     `state_dict()` of both. The returned model is the same object; its parameters read as before, and cannot be written.
+    Under precision bf16 a model given in fp32 reads and saves in fp32 (parameters of units that stay on the device read
+    in bf16; `state_dict()` and `save_pretrained` have them in fp32).
 
     `optimizer`: a torch AdamW, Adam (with decoupled weight decay or none), SGD or Adafactor over parameters of `model`,
     with or without steps, or an update rule, such as offload.LOMO(lr=1e-3). Use the returned optimizer in its place.

@@ -224,7 +224,11 @@ def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:
     script = Script(tmp_path, True, mixed_precision="bf16")
     script.run(2)
     assert script.accelerator.engine is not None
-    assert next(script.model.parameters()).dtype == torch.bfloat16
+    seen = []
+    script.model.model.register_forward_hook(lambda module, *_: seen.append(script.model.dtype))
+    script.run(2)
+    assert set(seen) == {torch.bfloat16}, "in the forward the weights are those of the engine"
+    assert script.model.dtype == torch.float32
     assert {value.dtype for value in script.weights().values()} == {torch.float32}
 
 

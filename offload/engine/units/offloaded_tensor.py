@@ -20,8 +20,11 @@ from offload.layout.regions import ParameterInfo
 class Holder(Protocol):
     """Provides the values of offloaded parameters and rejects forbidden operations."""
 
-    def values_of(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh CPU copy of a parameter. Raises if unavailable."""
+    def values_of(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
+        """Return a fresh CPU copy of a parameter, in the compute dtype or in fp32. Raises if unavailable."""
+
+    def is_in_model(self) -> bool:
+        """True while the model or the engine runs: reads then give the compute dtype."""
 
     def refuse(self, info: ParameterInfo, operation: str, detail: str = "") -> None:
         """Raise ConfigError for a forbidden operation, unless performed by the engine.
@@ -56,6 +59,8 @@ class OffloadedTensor(torch.Tensor):
     """Replacements for torch functions with this weight as second argument, called without the weight."""
     is_placeholder = False
     """True for the placeholder in the model. Gradients must not arrive there."""
+    master: OffloadedTensor | None = None
+    """Placeholder in fp32, for reads by scripts. None: they read the compute dtype."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +95,8 @@ class OffloadedTensor(torch.Tensor):
             if isinstance(result, np.ndarray):  # shares memory with the copy: numpy then refuses writes
                 result.flags.writeable = False
             return result
+        if func not in _STATE:
+            args, kwargs = tree_map(_as_read, args), tree_map(_as_read, kwargs)
         return past_subclasses(func, *args, **kwargs)
 
     @classmethod
@@ -140,9 +147,10 @@ class OffloadedTensor(torch.Tensor):
 
     def to_ordinary(self) -> torch.Tensor:
         """Return an ordinary tensor or Parameter with the values."""
+        values = _as_read(self).values()
         if isinstance(self, nn.Parameter):
-            return nn.Parameter(self.values(), requires_grad=self.requires_grad)
-        return self.values().requires_grad_(self.requires_grad)
+            return nn.Parameter(values, requires_grad=self.requires_grad)
+        return values.requires_grad_(self.requires_grad)
 
     def _use_count(self) -> None:  # `torch.utils.swap_tensors` calls this method on both tensors.
         self.holder.refuse(self.info, "write", "swap with another tensor")
@@ -240,12 +248,12 @@ def make_placeholder(
     holder: Holder,
     functions: Mapping[Any, Callable[..., torch.Tensor]] | None = None,
 ) -> nn.Parameter:
-    """Return the placeholder for a parameter, with the dtype and device of compute.
+    """Return a placeholder for a parameter, on the device of compute.
 
     An arriving gradient would be lost and is refused. `functions`: see `OffloadedTensor.functions`.
     """
     placeholder = _make_tensor(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
-    placeholder.values = lambda: holder.values_of(info).to(device)
+    placeholder.values = lambda: holder.values_of(info, dtype).to(device)
     placeholder.is_placeholder = placeholder._is_param = True
     placeholder.functions = functions or {}
     if info.trainable:
@@ -290,6 +298,15 @@ def _values_of_view(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, nu
     return result if isinstance(result, torch.Tensor) else result[number]
 
 
+def _as_read(leaf: Any) -> Any:
+    """Return the placeholder in the dtype that the reader sees; other values unchanged."""
+    if not isinstance(leaf, OffloadedTensor) or leaf.master is None or leaf.holder.is_in_model():
+        return leaf
+    needs_gradient = past_subclasses(_GET_REQUIRES_GRAD, leaf)
+    past_subclasses(torch.Tensor.requires_grad_, leaf.master, needs_gradient)
+    return leaf.master
+
+
 def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
@@ -309,6 +326,15 @@ def _is_in_place(gradient: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 _GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
+_GET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+_STATE = {
+    _GET_REQUIRES_GRAD,
+    vars(torch._C.TensorBase)["requires_grad"].__set__,
+    torch.Tensor.requires_grad_,
+    _SET_GRAD,
+    torch._has_compatible_shallow_copy_type,
+}
+"""Functions of the placeholder itself, not of the values."""
 _READS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import nn
 
-from offload.engine.units.offloaded_tensor import make_placeholder
+from offload.engine.units.offloaded_tensor import OffloadedTensor, make_placeholder
 from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
@@ -20,6 +22,7 @@ from offload.layout.regions import ParameterInfo
 from offload.machine.limits import memory
 
 _T = TypeVar("_T")
+_CALL, _SAVE = nn.Module._call_impl.__code__, "save_pretrained"
 _CHANGE_BEFORE = (
     "Change the model before Engine(). To keep the trained weights of this one, call engine.close(restore=True) or "
     "engine.save_checkpoint(folder) first."
@@ -135,8 +138,12 @@ def check_tensors(model: nn.Module, has_fill: bool) -> None:
 class EngineQueries(Protocol):
     """Engine queries available through the model."""
 
-    def read(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh CPU copy of a parameter."""
+    def read(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
+        """Return a fresh CPU copy of a parameter, in the compute dtype or in fp32."""
+        ...
+
+    def is_busy(self) -> bool:
+        """True if the engine is at work."""
         ...
 
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
@@ -146,6 +153,18 @@ class EngineQueries(Protocol):
     def drop_gradient(self, info: ParameterInfo) -> None:
         """Drop a parameter's gradient of the last step. Raises ConfigError during a step with gradients."""
         ...
+
+
+class _Override:
+    """Handle of the `save_pretrained` in a model's instance."""
+
+    def __init__(self, model: ref[nn.Module]) -> None:
+        self._model = model
+
+    def remove(self) -> None:
+        model = self._model()
+        if model is not None:
+            vars(model).pop(_SAVE, None)
 
 
 class ModelOwnership:
@@ -224,15 +243,58 @@ class ModelOwnership:
             for each in self.placeholders:
                 past_subclasses(setattr, each, "grad", None)
 
-    def values_of(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh CPU copy in the compute dtype."""
+    def read_as_given(self, model: nn.Module, dtypes: Sequence[torch.dtype]) -> None:
+        """Let scripts read master weights in fp32, where the model had fp32 and computes in another dtype.
+
+        `dtypes`: parameter dtypes of the original model. The forward of the model reads the compute dtype as before.
+        """
+        for placeholder, given in zip(self.placeholders, dtypes, strict=True):
+            info, stand_in = placeholder.info, cast(OffloadedTensor, placeholder)
+            if given == torch.float32 != DTYPES[info.compute]:
+                stand_in.master = cast(OffloadedTensor, make_placeholder(info, given, stand_in.place, self))
+        if hasattr(type(model), _SAVE) and _SAVE not in vars(model):
+            vars(model)[_SAVE] = partial(self._call_over_placeholders, getattr(model, _SAVE))
+            self._handles.append(_Override(ref(model)))
+
+    def _call_over_placeholders(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function while every parameter of the model is a placeholder, also in units on the device.
+
+        transformers writes the dtype of the first parameter to config.json.
+        """
+        with ExitStack() as shown:
+            for unit in _living(self._units):
+                shown.enter_context(unit.showing({p.parameter: self.placeholders[p.parameter] for p in unit.places}))
+            return function(*args, **kwargs)
+
+    def is_in_model(self) -> bool:
+        """True while the engine or a module of the model runs in this thread.
+
+        A look at the callers, because a hook after a forward is lost with Ctrl-C.
+        """
+        queries, frame = self._queries(), sys._getframe(1)
+        if self._is_watched or queries is None or queries.is_busy():
+            return True
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _CALL and ref(caller.f_locals["self"]) in self._names:
+                return True
+            caller = caller.f_back
+        return False
+
+    def _dtype_read(self, info: ParameterInfo) -> torch.dtype:
+        """Return the dtype of reads at this moment."""
+        master = cast(OffloadedTensor, self.placeholders[info.index]).master
+        return DTYPES[info.compute] if master is None or self.is_in_model() else torch.float32
+
+    def values_of(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
+        """Return a fresh CPU copy in the compute dtype or in fp32."""
         if self._is_watched:
             # Not one expanded element: kernels rely on the strides of the placeholder, and would write past its end.
-            return torch.full(info.shape, float("nan"), dtype=DTYPES[info.compute])
+            return torch.full(info.shape, float("nan"), dtype=dtype)
         queries = self._queries()
         if queries is None:
             raise ConfigError(f"{info.name} {self.state}")
-        return queries.read(info)
+        return queries.read(info, dtype)
 
     def refuse(self, info: ParameterInfo, operation: str, detail: str = "") -> None:
         """Raise ConfigError for an operation whose effect would be lost.
@@ -292,7 +354,7 @@ class ModelOwnership:
             return
         self._check_module(module)
         infos = {info.index: info for each in module.modules() for info in self._places.get(ref(each), {}).values()}
-        num_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in infos.values())
+        num_bytes = sum(info.numel * self._dtype_read(info).itemsize for info in infos.values())
         free = memory().get("available_bytes", num_bytes)
         if num_bytes > free:
             raise DoesNotFitError(
@@ -311,7 +373,7 @@ class ModelOwnership:
             first_name, reference = self._state_dict_values.get(info.index, ("", lambda: None))
             value = reference()
             if value is None or saved.get(first_name) is not value:
-                value = self.values_of(info)
+                value = self.values_of(info, self._dtype_read(info))
                 self._state_dict_values[info.index] = name, ref(value)
             saved[name] = value
 

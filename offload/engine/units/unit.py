@@ -125,6 +125,15 @@ class Unit:
         self._installed = parameters
         put_parameters(self.places, parameters)
 
+    @contextmanager
+    def showing(self, parameters: dict[int, nn.Parameter]) -> Iterator[None]:
+        """Have other Parameters in the module during the context, for a script that reads them."""
+        put_parameters(self.places, parameters)
+        try:
+            yield
+        finally:
+            put_parameters(self.places, self._installed)
+
     def tie(self, other: Unit) -> None:
         """Show the Parameters of `other`, which stays on the device, for all weights of both units.
 

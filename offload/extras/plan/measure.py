@@ -516,7 +516,11 @@ def _blocks_of_head(model: nn.Module) -> RowBlocks | None:
 class _NoOwner:
     """Owner of weights cut into row blocks. Only the blocks are computed with, so the whole weight has no values."""
 
-    def values_of(self, info: ParameterInfo) -> NoReturn:
+    def is_in_model(self) -> bool:
+        """Return True: nothing else runs."""
+        return True
+
+    def values_of(self, info: ParameterInfo, _dtype: torch.dtype) -> NoReturn:
         raise ValueError(
             f"{info.name} is cut into blocks of rows, but read by another operation than linear and embedding"
         )

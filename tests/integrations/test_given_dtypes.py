@@ -1,0 +1,116 @@
+"""Reads and saves by scripts under precision bf16: the weights have the dtype and the bits of the model as given."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import offload
+from tests.engine.device import cpu_only
+from tests.integrations.plain import PLACEMENT, needs, offload_trainer
+
+needs("accelerate")
+pytestmark = cpu_only("accelerate does not know the simulated accelerator")
+
+from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
+from offload.integrations.transformers import OffloadTrainer  # noqa: E402
+
+STREAMED = "model.layers.0.mlp.up_proj.weight"
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "clone": lambda p: p.clone(),
+    "a product": lambda p: p * 1,
+    "float": lambda p: p.float(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy().copy()),
+    "a view": lambda p: p.detach().t().t(),
+    "a copy": copy.deepcopy,
+    "cat": lambda p: torch.cat([p, p])[: len(p)],
+}
+
+
+def small(dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model whose first parameter stays on the device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def trained(way: str, model: Any, folder: Path) -> Any:
+    """Return an engine after two steps in bf16 with a scheme of a script."""
+    if way == "trainer":
+        trainer = offload_trainer(folder, model, OffloadTrainer, max_steps=2, bf16=True)
+        trainer.train()
+        return trainer.engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way == "wrap":
+        model, optimizer = offload.wrap(model, optimizer, placement=PLACEMENT, precision="bf16")
+        engine, backward = optimizer.engine, torch.Tensor.backward
+    else:
+        accelerator = OffloadAccelerator(cpu=True, mixed_precision="bf16", offload={"placement": PLACEMENT})
+        model, optimizer = accelerator.prepare(model, optimizer)
+        engine, backward = accelerator.engine, accelerator.backward
+    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine
+
+
+@pytest.mark.parametrize("way", ["wrap", "accelerate", "trainer"])
+def test_a_model_given_in_fp32_is_read_and_saved_in_fp32(way: str, tmp_path: Path) -> None:
+    engine = trained(way, small(), tmp_path / "run")
+    model, masters = engine.model, dict(engine.named_parameters())
+    assert (masters[STREAMED] != masters[STREAMED].bfloat16().float()).any(), "the weights have more bits than bf16"
+    for name, read in READS.items():
+        value = read(model.get_parameter(STREAMED))
+        assert value.dtype == torch.float32, name
+        assert torch.equal(value.detach() + 0, masters[STREAMED]), name
+    assert model.get_parameter(STREAMED).to(torch.bfloat16).dtype == torch.bfloat16
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in masters.items())
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in masters.items())
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(value, masters[name]) for name, value in loaded.named_parameters())
+    engine.close(restore=True)
+    assert "save_pretrained" not in vars(model)
+    assert torch.equal(model.get_parameter(STREAMED), masters[STREAMED])
+
+
+def test_a_model_given_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
+    engine = trained("wrap", small(torch.bfloat16), tmp_path)
+    model = engine.model
+    assert {value.dtype for value in (*model.parameters(), *model.state_dict().values())} == {torch.bfloat16}
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+    engine.close()
+
+
+def test_an_interrupted_forward_leaves_fp32_to_the_script(tmp_path: Path) -> None:
+    """A script saves after Ctrl-C: hooks after a forward do not run then."""
+    engine = trained("wrap", small(), tmp_path)
+    model, masters = engine.model, dict(engine.named_parameters())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    handle.remove()
+    assert torch.equal(model.state_dict()[STREAMED], masters[STREAMED])
+    engine.close()
