@@ -40,7 +40,8 @@ class ParameterReads:
         self._own_loop.drop_gradient(info)
 
     def is_busy(self) -> bool:
-        """Return whether the engine is at work, or a pass failed halfway."""
+        """Return whether the engine is at work. A pass that failed halfway is given up, as by any other call."""
+        self._recovery.recover()
         return not self._recovery.is_idle
 
     def read(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:

@@ -100,7 +100,8 @@ def test_a_model_given_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_an_interrupted_forward_leaves_fp32_to_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["model", "model.layers.0.mlp"])
+def test_an_interrupted_forward_leaves_fp32_to_the_script(place: str, tmp_path: Path) -> None:
     """A script saves after Ctrl-C: hooks after a forward do not run then."""
     engine = trained("wrap", small(), tmp_path)
     model, masters = engine.model, dict(engine.named_parameters())
@@ -108,7 +109,7 @@ def test_an_interrupted_forward_leaves_fp32_to_the_script(tmp_path: Path) -> Non
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = model.model.register_forward_hook(interrupt)
+    handle = model.get_submodule(place).register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     handle.remove()
