@@ -199,6 +199,25 @@ def test_the_figures_are_those_of_the_files(told: Told, here: Path) -> None:
     assert not list(here.glob("runs*")), "there is no run folder"
 
 
+@pytest.mark.parametrize(
+    "more", [("--data.packing", "false", "--data.group_by_length", "false"), ("--data.packing_isolated", "true")]
+)
+def test_a_better_row_length_is_told_with_its_padding(more: tuple[str, ...], told: Told, here: Path) -> None:
+    """A run with this length has this padding, and cuts no document that was whole."""
+    chat = {"messages": [{"role": "user", "content": "Why? " * 20}, {"role": "assistant", "content": "One. " * 30}]}
+    (here / "equal.jsonl").write_text((json.dumps(chat) + "\n") * 60)
+    config = json.loads((here / "llama.json").read_text()) | {"max_position_embeddings": 512}
+    (here / "long.json").write_text(json.dumps(config))
+    given = words("--data.sequence_length", "256", *more, model="long.json", source="equal.jsonl")
+    found, data, _ = told(*given, samples=1)
+    better = found["better_length"]
+    assert better["padding_share"] <= found["padding_share"] / 2
+    other, there, _ = told(*given, "--data.sequence_length", str(better["sequence_length"]), samples=1)
+    assert better["padding_share"] == pytest.approx(other["padding_share"], abs=0.03)
+    assert there.sources[0].num_truncated <= data.sources[0].num_truncated
+    assert other["better_length"] is None
+
+
 def test_padding_of_batches_by_length_is_that_of_the_batches(told: Told) -> None:
     found, data, _ = told(*words("--data.packing", "false"))
     masks = [data.batch(step).get("attention_mask", torch.ones(4, 64)) for step in range(data.num_steps(1))]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,11 +18,12 @@ import numpy as np
 import pytest
 
 from offload.errors import ConfigError
+from offload.extras.data import formats
 from offload.extras.data.chat import BUILTIN_TEMPLATE
 from offload.extras.data.encode import Encoder
 from offload.extras.data.formats import Ids, detect_format, read_records
 from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
-from offload.extras.data.rows import BadRow
+from offload.extras.data.rows import BadRow, BadRows
 from tests.data.asked import files_of
 
 PLAIN = (
@@ -298,3 +302,58 @@ def test_marks_of_a_template_and_of_a_row(encode: Callable[..., str | list[int]]
         assert encode(row, marked, trims=trims) == f"<user>one;<assistant> A{end}<user>two;<assistant>[ B{end}]"
         shown = encode(row, marked, train_on_prompt=True, trims=trims)
         assert shown == f"[<user>one;<assistant>] A{end}[<user>two;<assistant> B{end}]"
+
+
+STRANGE = (
+    *(None, True, 0, -1, 0.5, 2**70, "", "x y", "[]", "null", '[{"role":', "<image>", "\ud800", "file:///x", "data:,x"),
+    *([], {}, [[]], [{}], [None], [["a", "b"]], [0, 1], [1.5], [2**70], ["a"], [1, [2]]),
+    *({"role": "user", "content": "q"}, {"from": "human", "value": "q"}, turns()),
+)
+BASES: dict[str, Any] = {
+    "jsonl": {"text": "a"},
+    "messages": {"messages": turns(content=[{"type": "text", "text": "a"}], tool_calls=[CALL])},
+    "sharegpt": {"conversations": [HUMAN, {"from": "gpt", "value": "A"}]},
+    "alpaca": {**ALPACA, "history": [["a", "b"]]},
+    "prompt-completion": CHATS,
+    "preference": {"prompt": turns()[:1], "chosen": turns(), "rejected": turns()[:2]},
+    "tokens": {**IDS, "labels": [5, 6, 7], "attention_mask": [1, 1, 1]},
+}
+NAMES = [
+    *(key.name for key in ROW_KEYS),
+    *MARKS,
+    *TEMPLATE_KEYS,
+    "role",
+    "content",
+    "type",
+    "text",
+    "path",
+    "image_url",
+]
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """Return a value with parts replaced, removed and added."""
+    if draw.random() < 0.04:
+        return copy.deepcopy(draw.choice(STRANGE))
+    if isinstance(value, dict):
+        kept = {key: mutated(each, draw) for key, each in value.items() if draw.random() > 0.01}
+        return kept | {draw.choice(NAMES): draw.choice(STRANGE) for _ in range(draw.random() < 0.1)}
+    return [mutated(each, draw) for each in value if draw.random() > 0.01] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("number", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_any_row_is_a_record_or_a_bad_row(number: int, bpe: Any) -> None:
+    """Rows with damage of any kind, through three chat templates: no other error, and no other type of result."""
+    tokenizer, kinds = copy.deepcopy(bpe), Counter[str]()
+    for template in (ALL, PLAIN, IN_PARTS):
+        tokenizer.chat_template = template
+        for seed in range(number):
+            draw = random.Random(seed)
+            data_format = draw.choice(list(BASES))
+            found = formats._parse_row(
+                SimpleNamespace(format=data_format, place=None), mutated(BASES[data_format], draw), "a:1"
+            )
+            kinds[type(found).__name__] += 1
+            if not isinstance(found, BadRow):
+                list(Encoder(tokenizer, bool(seed % 2), BadRows("skip")).encode([(False, found)]))
+    assert min(kinds[name] for name in ("BadRow", "Chat", "Preference", "Ids", "Text")) > number / 40

@@ -11,13 +11,14 @@ import numpy as np
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
-from offload.app.hf.models import vocab_size
+from offload.app.hf.models import max_positions, vocab_size
 from offload.app.training.build import RunSetup
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import stages
 from offload.app.training.resume import ResumePoint
 from offload.errors import counted, ratio
 from offload.extras.data.dataset import Dataset
+from offload.extras.data.packing import Layout, best_fit
 from offload.extras.data.source_rows import SourceRows
 from offload.extras.data.task import FileRows
 
@@ -27,6 +28,10 @@ _ISOLATION_NOTE = (
     "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "
     "them gets one document in each row, as with --data.packing false."
 )
+_WORTH_A_CHANGE = 0.1
+"""Padding share from which on a better row length is searched."""
+_MOST_SAMPLED = 10_000
+_LENGTH_STEP = 16  # tokens: kernels prefer such rows
 _MOST_BINS = 16
 _MOST_BATCHES = 1000
 _MANY = 4
@@ -108,6 +113,15 @@ class SourceView:
 
 
 @dataclass(frozen=True)
+class BetterLength:
+    """Another row length."""
+
+    sequence_length: int
+    padding_share: float
+    """Padding share in one epoch's rows, from a sample of the documents."""
+
+
+@dataclass(frozen=True)
 class DataView:
     """Data preview for a run."""
 
@@ -128,6 +142,8 @@ class DataView:
     num_eval_rows: int
     padding_share: float
     """Padding share in one epoch's rows."""
+    better_length: BetterLength | None
+    """Row length with much less padding, if there is one."""
     num_steps: int
     epochs: float
     """Passes over the data in these steps."""
@@ -136,9 +152,20 @@ class DataView:
 
     @classmethod
     def of(
-        cls, data: Dataset, targets: Objective, messages: Sequence[str], *, num_steps: int, num_samples: int
+        cls,
+        data: Dataset,
+        targets: Objective,
+        messages: Sequence[str],
+        *,
+        num_steps: int,
+        num_samples: int,
+        most_tokens: int | None = None,
     ) -> DataView:
-        """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
+        """Build the preview.
+
+        `num_samples`: sample rows (or pairs) from the first step on. `most_tokens`: positions in the model. None: no
+        limit.
+        """
         num_samples *= data.group
         sources = tuple(_source(rows, data, targets) for rows in data.sources)
         quotas = data.quotas
@@ -161,6 +188,7 @@ class DataView:
             data.num_train_rows,
             data.num_eval_rows,
             padding,
+            find_better_length(data, padding, most_tokens),
             num_steps,
             num_steps * data.batch_size / data.num_train_rows,
             tuple(samples),
@@ -193,19 +221,58 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     if data.is_isolated and config.data.packing_isolated == "auto":
         description.append(_ISOLATION_NOTE)
     num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
-    return DataView.of(data, objective, description, num_steps=num_steps, num_samples=num_samples)
+    most_tokens = max_positions(architecture)
+    return DataView.of(
+        data, objective, description, num_steps=num_steps, num_samples=num_samples, most_tokens=most_tokens
+    )
 
 
 def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
     often = f"{ratio(view.epochs)} times the data"
-    return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {describe_padding(view.padding_share)}"
+    told = f"{counted(view.num_steps, 'step')} of {rows}: {often}; {describe_padding(view.padding_share)}"
+    if view.better_length is None:
+        return told
+    better = view.better_length
+    return f"{told}; with --data.sequence_length {better.sequence_length} it would be {better.padding_share:.1%}"
 
 
 def describe_padding(share: float) -> str:
     """Return the padding share in words."""
     return f"{share:.1%} of the rows is padding" if share else "no padding"
+
+
+def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -> BetterLength | None:
+    """Return the row length with the least padding, if it at most halves a padding worth a change.
+
+    Lengths are the length of the longest document, and the current one halved and doubled. A length that cuts more
+    tokens from documents does not count. Batches by length have no fixed row length.
+    """
+    layout, length = data.train.packing, data.sequence_length
+    if padding < _WORTH_A_CHANGE or layout is True or data.batching.by_length:
+        return None
+    samples = [each.document_lengths[:: len(each.document_lengths) // _MOST_SAMPLED + 1] for each in data.sources]
+    weights = [quota / each.train.num_rows for each, quota in zip(data.sources, data.quotas, strict=True)]
+    longest = max(int(each.max()) for each in samples)
+    lengths = {-(-longest // _LENGTH_STEP) * _LENGTH_STEP, *(length * 2**power // 8 for power in range(7))}
+    found = []
+    for other in sorted(each for each in lengths if _LENGTH_STEP <= each <= (most_tokens or each)):
+        rows = np.asarray([_num_rows(each, other, layout) for each in samples])
+        cuts_more = other < min(length, longest)
+        if cuts_more or rows.sum() < data.batch_size:
+            continue
+        tokens = np.asarray([np.minimum(each, other).sum() for each in samples])
+        found.append((round(1 - float((tokens * weights).sum() / (other * (rows * weights).sum())), 2), other))
+    share, best = min(found, default=(1.0, length))
+    return BetterLength(best, share) if share <= padding / 2 else None
+
+
+def _num_rows(lengths: np.ndarray, row_length: int, layout: Layout) -> int:
+    """Return the number of rows for documents by length [documents], cut to a row."""
+    if not layout:
+        return len(lengths)
+    return int(best_fit(np.minimum(lengths, row_length), row_length).max(initial=-1)) + 1
 
 
 def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ...]:
