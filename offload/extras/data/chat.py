@@ -181,15 +181,16 @@ class Template:
         probes = {key: f"{_PROBE}{number}" for number, key in enumerate(texts)}
         shape = role, part["type"], tuple(texts)
         if shape not in self._parts_written:
-            turns = [{"role": "user", "content": "q"}, {"role": role, "content": [_with_texts(part, probes)]}]
+            turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+            turns.append({"role": role, "content": [_with_texts(part, probes)]})
             rendered = self._try_out(turns[1:] if role == "user" else turns)
             dropped = [key for key, probe in probes.items() if rendered is not None and probe not in rendered]
             is_list = rendered is not None and "'type': " in rendered
             self._parts_written[shape] = [".".join(key) for key in dropped] or ["type"] * (is_list or not texts)
-        if dropped := self._parts_written[shape]:
+        if unwritten := self._parts_written[shape]:
             raise BadRow(
                 f"{where} has content of type {part['type']!r}, and the tokenizer's chat template drops "
-                f"{dropped[0]!r} from it: write it as a part of type 'text', leave it out, or use a tokenizer with "
+                f"{unwritten[0]!r} from it: write it as a part of type 'text', leave it out, or use a tokenizer with "
                 "another chat template."
             )
 
