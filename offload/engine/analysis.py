@@ -33,7 +33,7 @@ _PLAIN = ("rewrites", "needs_graph", "inputs", "others", "outputs", "is_compared
 
 @dataclass(frozen=True, repr=False)
 class Analysis:
-    """Results of the trial runs of one engine. `repr` is JSON; `Engine(analysis=...)` then needs no trial runs.
+    """Results of the trial runs of one engine. `repr` is JSON; `Engine(analysis=...)` only checks these results.
 
     text = repr(engine.analysis)
     engine = Engine(model, analysis=Analysis.from_json(text))
@@ -111,9 +111,12 @@ class Analyst:
         return next(filter(None, self._state.comm.gather_objects(own, "model of the analysis")), [])
 
     def adopt(self, analysis: Analysis) -> None:
-        """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty."""
+        """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty.
+
+        The equivalence checks are not taken over: the hashes do not see everything that a forward reads.
+        """
         state = self._state
-        self._known.checks = {kind: set(ints) for kind, ints in analysis.checks.items()}
+        self._known.claims = set()
         state.execution_mode.adopt(ExecutionMode(**analysis.mode))
         state.make_resident({*analysis.resident} - {unit.name for unit in state.units if unit.resident})
         if not analysis.kinds or self.differences(analysis):

@@ -50,8 +50,9 @@ class Engine(StateAccess):
     called right before the engine takes a unit's parameters. It writes the parameters, or returns the sources from
     which they are read piece by piece, so no parameter has to be in memory as a whole. Over several ranks one rank
     calls `fill` for each unit. Without `fill` all ranks receive rank 0's weights. `quantized`: codecs for parameters
-    quantized in the model files (`BuiltModel.quantized`). `analysis`: `analysis` of an earlier engine
-    over the same model with the same settings; the first step then needs no trial runs.
+    quantized in the model files (`BuiltModel.quantized`). `analysis`: `analysis` of an earlier engine over
+    the same model with the same settings. The first step then checks these results on a few rows, in place of a
+    recording; after a difference, the model is recorded, with a warning.
 
     Over several ranks (from `comm`, the process group, or the torchrun variables) every call is collective: all ranks
     make the same calls in the same order, each with its own rows.

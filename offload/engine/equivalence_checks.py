@@ -22,7 +22,7 @@ from offload.engine.recording.known import KnownPasses
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.modules import in_eval_mode
 from offload.tiers.host import trim_heap
 
@@ -59,6 +59,36 @@ class EquivalenceChecks:
         )
         if is_conclusive:
             self._known.add_check(inputs, has_chunks=self._losses.chunk_tokens(inputs) > 0)
+
+    def find_difference(self, inputs: PassInputs, sample: Batch) -> str:
+        """Return the first difference of passes with results of another engine. Empty: the passes are checked.
+
+        Collective. Raises DoesNotFitError and OutOfMemoryError.
+        """
+        cuts, has_chunks = inputs.plan.num_parts > 1, self._losses.chunk_tokens(inputs) > 0
+        result = self._try(partial(self._compare, inputs, sample, cuts=cuts))
+        if result.is_conclusive and not result.difference:
+            self._known.add_check(inputs, has_chunks=has_chunks)
+        return result.difference
+
+    def find_difference_of_call(self, samples: Sequence[ModelCall]) -> str:
+        """Like `find_difference`, for a call in an own loop, on the first sample that runs."""
+        for sample in samples:
+            result = self._try(partial(self._comparator.compare, self._call_pair(sample)))
+            if not result.has_failed:
+                break
+        return result.difference
+
+    def _try(self, compare: Callable[[], EquivalenceResult]) -> EquivalenceResult:
+        """Return the result of a check; an error is a difference."""
+        try:
+            return compare()
+        except (DoesNotFitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self._state.runner.has_failed = False
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            return EquivalenceResult(text, is_repeatable=True, is_conclusive=True, has_failed=True)
 
     def check_call(self, samples: Sequence[ModelCall]) -> None:
         """Check a model call in an own loop, on the first sample that runs.

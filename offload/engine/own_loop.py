@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 
@@ -176,10 +175,10 @@ class OwnLoop:
             state.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.known.forget_other_modes()
-            own = RankBatch(f"own loop {call.name}".rstrip(), is_new=trial_runs.known.is_new_call(call))
+            is_new, is_claim = trial_runs.known.is_new_call(call), trial_runs.known.is_claim(call)
+            own = RankBatch(f"own loop {call.name}".rstrip(), is_new=is_new or is_claim)
             if agree_on_pass(state.comm, own).is_new:
-                samples = trial_runs.samples.call_samples(call)
-                trial_runs.on_call(call, partial(self._steps.equivalence.check_call, samples))
+                self._steps.prepare_call(call, is_new)
             self._open_step()
 
     def _open_step(self) -> None:

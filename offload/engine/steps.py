@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from offload.accelerators import own_accelerator
 from offload.doors import Door
 from offload.engine.analysis import Analysis, Analyst
+from offload.engine.entries import ModelCall
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
@@ -24,6 +26,7 @@ from offload.engine.methods.result import StepResult
 from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
+from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.snapshots import Snapshot, buffers_of
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
@@ -211,14 +214,13 @@ class Steps:
                 inputs = self._record(inputs, departed)
             else:
                 state.slots.compute_after_resident()
-            is_due = (is_recorded or inputs.is_training) and not self.known.has_checked(
-                inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0
-            )
+            is_due = self._is_check_due(inputs, is_recorded)
+            if is_due and self.known.claims is not None and not is_recorded:
+                if self._refutes(inputs):
+                    inputs, is_recorded = self._record(inputs, departed), True
+                is_due = self._is_check_due(inputs, is_recorded)
             if is_due or inputs.plan.has_other_values or departed is not None:
-                state.updates.flush()
-                sample = self.trial_runs.take_sample(inputs)
-                self.method.begin_trial()
-                self.equivalence.check(inputs, sample)
+                self.equivalence.check(inputs, self._take_sample(inputs))
                 self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
@@ -227,6 +229,46 @@ class Steps:
             state.attention.begin_pass(inputs.plan.needs_mask)
             self.trial_runs.is_complete = True
         return inputs
+
+    def _is_check_due(self, inputs: PassInputs, is_recorded: bool) -> bool:
+        is_used = is_recorded or inputs.is_training or self.known.claims is not None
+        return is_used and not self.known.has_checked(inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0)
+
+    def _take_sample(self, inputs: PassInputs) -> Batch:
+        """Return rows for an equivalence check, and prepare for one. Collective."""
+        self._state.updates.flush()
+        sample = self.trial_runs.take_sample(inputs)
+        self.method.begin_trial()
+        return sample
+
+    def _refutes(self, inputs: PassInputs) -> bool:
+        """Check results of another engine on a few rows. Return True, without these results, after a difference."""
+        difference = self.equivalence.find_difference(inputs, self._take_sample(inputs))
+        self.trial_runs.forget_traffic()
+        return self._forget_claims(difference)
+
+    def _forget_claims(self, difference: str) -> bool:
+        if difference:
+            warn(
+                "the analysis given to Engine(), or that of the checkpoint, does not hold for this model: "
+                f"{difference}. The model is analysed again."
+            )
+            self.trial_runs.reset({})
+            self.known.forget()
+            self._state.execution_mode.adopt(ExecutionMode())
+        return bool(difference)
+
+    def prepare_call(self, call: ModelCall, is_new: bool) -> None:
+        """Record and check a call in the caller's own loop, or check the recording of another engine. Collective."""
+        trial_runs, known = self.trial_runs, self.known
+        samples = trial_runs.samples.call_samples(call)
+        if not self._state.comm.any(is_new, "recording of a call"):
+            difference = self.equivalence.find_difference_of_call(samples)
+            trial_runs.forget_traffic()
+            if not self._forget_claims(difference):
+                (known.claims or set()).discard(known.signature_of_call(call))
+                return
+        trial_runs.on_call(call, partial(self.equivalence.check_call, samples))
 
     def _record(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record calls on a few rows of the batch; return the inputs with the trial results."""

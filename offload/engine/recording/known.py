@@ -57,8 +57,9 @@ class KnownPasses:
     `rows`: configured row axes of the batch values, or None. `results`: trial results by kind of batch. `choices`:
     recorded int values by kind of batch or call. `constant_keys`: keys with equal values in all recorded rows, by kind
     of batch. `modes`: hash of training modes and frozen parameters at the last recording. `checks`: integers of the
-    checked batches, by kind of pass and execution. `watched_calls`: kinds of calls already run without gradients. All
-    kinds are strings.
+    checked batches, by kind of pass and execution. `watched_calls`: kinds of calls already run without gradients.
+    `claims`: kinds of batches and calls from another engine, not yet checked here; None: nothing is from another
+    engine. All kinds are strings.
     """
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
@@ -68,6 +69,7 @@ class KnownPasses:
         self.constant_keys: dict[str, set[str]] = {}
         self.checks: dict[str, set[str]] = {}
         self.watched_calls: set[str] = set()
+        self.claims: set[str] | None = None
         self.modes = 0
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self._modules = list(state.model.modules())
@@ -147,7 +149,7 @@ class KnownPasses:
         return {"results": results, **{name: getattr(self, name) for name in names}}
 
     def adopt(self, kinds: Mapping[str, Any]) -> None:
-        """Take over the `kinds` of another engine, with lists in place of sets."""
+        """Take over the `kinds` of another engine, with lists in place of sets. Their first uses are checked."""
         model, splitting = self._state.model, self._state.splitting
         self.results = {
             kind: TrialResult(LossRule(*rule), head and ChunkedHead.of(model, head[0], head[1], splitting), obstacle)
@@ -157,7 +159,17 @@ class KnownPasses:
             kind: {key: set(values) for key, values in choices.items()} for kind, choices in kinds["choices"].items()
         }
         self.constant_keys = {kind: set(keys) for kind, keys in kinds["constant_keys"].items()}
-        self.watched_calls, self.modes, self._modes = set(kinds["watched_calls"]), kinds["modes"], ([], [])
+        self.modes, self._modes, self.claims = kinds["modes"], ([], []), {*self.choices}
+
+    def forget(self) -> None:
+        """Discard everything except the modes."""
+        for each in (self.results, self.choices, self.constant_keys, self.checks, self.watched_calls):
+            each.clear()
+        self.claims = None
+
+    def is_claim(self, call: ModelCall) -> bool:
+        """True if the recording of this call in the caller's own loop is from another engine, and not yet checked."""
+        return self.signature_of_call(call) in (self.claims or ())
 
     def has_checked(self, inputs: PassInputs, has_chunks: bool) -> bool:
         """Return whether such passes were checked with the current execution and this batch's integers.
