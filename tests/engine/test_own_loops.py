@@ -479,6 +479,7 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
                     if number:
                         engine.grad_norm()
                     engine.zero_grad()
+                    assert not engine.has_gradients()
             loss = engine.model(**batch).loss / engine.world_size
             if own:
                 loss.backward()
@@ -503,6 +504,31 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
                 refused.append(str(error))
         engine.close()
     return found, refused
+
+
+def zeros_kept(zero_stage: int) -> list[Any]:
+    """Set gradients to zero, and give some parameters no other gradient. Return weights and update counts."""
+    engine = Engine(build(Stack), PROPORTIONAL, zero_stage=zero_stage)
+    for step in range(2):
+        for rank in range(2) if engine.world_size == 1 else (engine.rank,):
+            batch = share(words(step), (2, 2), rank)
+            h = engine.model.head(engine.model.embedding(batch["x"])) if step else engine.model(batch["x"])
+            engine.backward(cross_entropy(h, batch) / 2)
+        engine.update(until_zero_grad=True)
+        engine.zero_grad(set_to_none=False)
+    found = [weights(engine), {name: state.num_steps for name, state in states(engine).items()}]
+    engine.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_gradients_set_to_zero_stay_over_ranks(zero_stage: int) -> None:
+    (wanted, counts), told = zeros_kept(1), ranks.run(2, zeros_kept, zero_stage=zero_stage)
+    assert set(counts.values()) == {2}
+    for found, other_counts in told:
+        assert other_counts == counts
+        assert_same(found, wanted, within=1e-4)
 
 
 @pytest.mark.slow

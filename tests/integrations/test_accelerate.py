@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
@@ -312,6 +314,19 @@ def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
         schedule.step()
         assert accelerator.engine.lr == pytest.approx(LR * step / 2)
     assert [scale for scale, _, _ in accelerator.engine.groups] == pytest.approx([1.0, 0.1])
+
+
+def test_floats_for_a_model_in_bf16_are_refused_with_the_line_to_write() -> None:
+    """Plain accelerate has autocast for them; bf16 tensors train."""
+    accelerator = OffloadAccelerator(cpu=True, mixed_precision="bf16", offload={})
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    for context in (torch.no_grad, nullcontext):
+        with context(), pytest.raises(ConfigError, match=r"float32.*without the autocast.*x.to\(torch.bfloat16\)"):
+            model(torch.randn(4, 8))
+    accelerator.backward(model(torch.randn(4, 8).to(torch.bfloat16)).float().square().mean())
+    optimizer.step()
 
 
 def over_all(model: Any) -> Any:

@@ -52,10 +52,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """`last` stays on the device; with `short`, the second block is not used."""
 
+    block = Block
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
         self.last = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH)
 
@@ -64,6 +66,38 @@ class Net(nn.Module):
         for block in self.blocks[: 1 if short else 2]:
             h = block(h)
         return self.head(self.last(h))
+
+
+class Scaled(Net):
+    """Has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        return super().forward(x, short) * self.scale
+
+
+class KeepingBlock(Block):
+    """Keeps a loss on itself."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        out = super().forward(h)
+        self.aux_loss = out.square().mean()
+        return out
+
+
+class Keeping(Net):
+    block = KeepingBlock
+
+
+class Projected(Net):
+    """Replaces the memory of a weight in the forward, as PEFT's CPT does."""
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        self.last.weight.data = self.last.weight.detach() / self.last.weight.detach().norm().clamp(min=1)
+        return super().forward(x, short)
 
 
 class Shared(Net):
@@ -115,10 +149,10 @@ class Script:
     def zero_grad(self, **how: Any) -> None:
         self.optimizer.zero_grad(**how)
 
-    def clip(self) -> Any:
+    def clip(self, limit: float = CLIP) -> Any:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        self.optimizer.scale = clip_coefficient(norm, CLIP)
+        self.optimizer.scale = min(self.optimizer.scale, clip_coefficient(norm, limit))
         return norm
 
     def set(self, **settings: Any) -> None:
@@ -138,8 +172,8 @@ class Wrapped(Script):
         optimizer = torch.optim.AdamW(self.model.parameters(), **SETTINGS)
         self.model, self.optimizer = offload.wrap(self.model, optimizer, parameters="cpu", optimizer="cpu")
 
-    def clip(self) -> Any:
-        return self.optimizer.clip_grad_norm_(self.model.parameters(), CLIP)
+    def clip(self, limit: float = CLIP) -> Any:
+        return self.optimizer.clip_grad_norm_(self.model.parameters(), limit)
 
     def save(self, folder: Path) -> None:
         self.optimizer.save(folder / "saved")
@@ -157,8 +191,8 @@ class Accelerated(Wrapped):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def clip(self) -> Any:
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+    def clip(self, limit: float = CLIP) -> Any:
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
 
     def save(self, folder: Path) -> None:
         self.accelerator.save_state(str(folder / "saved"))
@@ -183,9 +217,9 @@ class Loop(Script):
     def zero_grad(self, **how: Any) -> None:
         self.engine.zero_grad(**how)
 
-    def clip(self) -> Any:
+    def clip(self, limit: float = CLIP) -> Any:
         norm = torch.tensor(self.engine.grad_norm())
-        self.step = lambda: (vars(self).pop("step"), self.engine.update(CLIP))  # type: ignore[method-assign]
+        self.step = lambda: (vars(self).pop("step"), self.engine.update(limit))  # type: ignore[method-assign]
         return norm
 
     def set(self, **settings: Any) -> None:
@@ -251,6 +285,8 @@ class Trained(Script):
 
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 way.model, way.optimizer = model, self.optimizer.optimizer
+                if way.case.compute is not None:
+                    return way.case.compute(way)
                 return way.case.loss(model, model(inputs["x"]), inputs)
 
             def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,8 +330,8 @@ class Trained(Script):
         super().set(**settings)
         self.trainer.lr_scheduler.base_lrs = [settings["lr"]]
 
-    def clip(self) -> Any:
-        return self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+    def clip(self, limit: float = CLIP) -> Any:
+        return self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), limit)
 
 
 PLACEMENT = offload.Placement(parameters="cpu", optimizer="cpu")
@@ -336,6 +372,8 @@ class Case:
     loss: Callable[[nn.Module, Tensor, Any], Tensor] = own_loss
     begin: Callable[[Script], Any] = nothing
     """Called before the first step."""
+    compute: Callable[[Script], Tensor] | None = None
+    """Computes the loss in the Trainer, in place of `loss` after a call of the model."""
     turn: Callable[[Script], Any] = usual
     """One step. Not called by `Engine.step`."""
     after: Callable[[Script], Any] = nothing
@@ -348,15 +386,19 @@ def edited(edit: Callable[[Script], Any], **more: Any) -> Case:
     return Case(turn=lambda way: usual(way, edit), **more)
 
 
-def written(write: Callable[[Any], Any]) -> Case:
-    """Write to each weight in turn, under no_grad."""
+def written(write: Callable[[Any], Any], name: str = "first.weight", make: Any = Net) -> Case:
+    """Write to a weight after the second step, under no_grad."""
 
     def between(way: Script) -> None:
-        weights = [way.model.first.weight, way.model.last.weight, way.model.blocks[0].up.bias]
-        with torch.no_grad():
-            write(weights[way.number % len(weights)])
+        if way.number == 1:
+            with torch.no_grad():
+                write(way.model.get_parameter(name))
 
-    return Case(between=between)
+    return Case(make=make, between=between)
+
+
+def clamp(weight: Tensor) -> None:
+    weight.clamp_(-0.05, 0.05)
 
 
 def clear(cleared: Callable[[Script], Any]) -> Case:
@@ -369,6 +411,53 @@ def clear(cleared: Callable[[Script], Any]) -> Case:
             cleared(way)
 
     return Case(turn=turn, after=cleared)
+
+
+def script_loss(way: Script, **more: Tensor) -> Tensor:
+    batch = batch_of(way.number) | more
+    return own_loss(way.model, way.model(batch["x"]), batch)
+
+
+def with_loss(loss: Callable[[Script], Tensor]) -> Case:
+    """Compute the loss in other ways. In the Trainer, in `compute_loss`."""
+
+    def turn(way: Script) -> None:
+        way.backward(way.loss() if isinstance(way, Trained) else loss(way))
+        way.step()
+        way.zero_grad()
+
+    return Case(turn=turn, compute=loss)
+
+
+def part_first(way: Script) -> None:
+    way.backward(way.model.blocks[0](batch_of(way.number)["x"]).square().mean())
+    usual(way)
+
+
+def input_gradient(way: Script) -> Tensor:
+    x = batch_of(way.number)["x"].requires_grad_()
+    (slope,) = torch.autograd.grad(script_loss(way, x=x), x)
+    return script_loss(way, x=(x + 0.1 * slope.sign()).detach())
+
+
+def weight_gradient(way: Script) -> Tensor:
+    loss = script_loss(way)
+    (slope,) = torch.autograd.grad(loss, way.model.head.weight, retain_graph=True)
+    return loss * slope.norm()
+
+
+def second_gradient(way: Script) -> Tensor:
+    x = batch_of(way.number)["x"].requires_grad_()
+    (slope,) = torch.autograd.grad(script_loss(way, x=x), x, create_graph=True)
+    return slope.square().mean()
+
+
+def functional(way: Script) -> Tensor:
+    return torch.func.grad(lambda x: script_loss(way, x=x))(batch_of(way.number)["x"]).square().mean()
+
+
+def kept_loss(model: nn.Module, outputs: Tensor, batch: Any) -> Tensor:
+    return own_loss(model, outputs, batch) + sum(block.aux_loss for block in model.blocks)
 
 
 def grads_of(way: Script) -> list[Tensor]:
@@ -475,7 +564,9 @@ def set_one(value: Callable[[Tensor], Tensor | None]) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "in place": lambda: written(lambda weight: weight.clamp_(-0.05, 0.05)),
+    "in place": lambda: written(clamp),
+    "in place on the device": lambda: written(clamp, "last.weight"),
+    "of the model itself": lambda: written(clamp, "scale", Scaled),
     "by data": lambda: written(lambda weight: weight.data.mul_(0.5)),
     "another tensor": lambda: written(lambda weight: setattr(weight, "data", torch.ones_like(weight))),
     "load_state_dict": lambda: Case(between=lambda way: way.model.load_state_dict(way.model.state_dict())),
@@ -500,6 +591,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "after the gradient": lambda: Case(
         between=lambda way: way.model.last.weight.register_post_accumulate_grad_hook(print)
     ),
+    "clipped twice": lambda: edited(lambda way: [way.clip(2 * CLIP), way.clip()]),
+    "not finite": lambda: Case(loss=lambda model, outputs, batch: own_loss(model, outputs, batch) * math.inf),
+    "part first": lambda: Case(turn=part_first),
+    "block alone": lambda: with_loss(lambda way: way.model.blocks[1](batch_of(way.number)["x"]).square().mean()),
+    "input gradient": lambda: with_loss(input_gradient),
+    "weight gradient": lambda: with_loss(weight_gradient),
+    "functional": lambda: with_loss(functional),
+    "twice": lambda: with_loss(lambda way: (loss := script_loss(way), loss.backward(retain_graph=True))[0]),
+    "create_graph": lambda: with_loss(second_gradient),
+    "projected": lambda: Case(make=Projected),
     "shared": lambda: Case(make=Shared),
 }
 

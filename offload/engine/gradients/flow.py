@@ -17,6 +17,7 @@ from torch import nn
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
+from offload.engine.units.offloaded_tensor import take_gradient
 from offload.errors import ConfigError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
@@ -232,7 +233,7 @@ class GradientFlow:
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
         """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
-        gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # past ResidentParameter
+        gradient = take_gradient(parameter)
         if gradient is None:  # an argument the unit did not use
             return
         region, position, span = self._places[piece]
@@ -243,7 +244,6 @@ class GradientFlow:
                 "gradients are supported. Build the module with sparse=False."
             )
         gradient = gradient.reshape(-1)
-        torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
         if self._observer is not None:
             self._observer(piece, gradient)
             return

@@ -22,6 +22,12 @@ from offload.tiers.tile import DeferredUpdates
 COARSE_RATIO = 8.0
 """Above this ratio c_s / c, a speculative correction loses more than 1e-5 relative to the largest update."""
 
+SKIPS = (
+    "--train.on_nonfinite skip skips such steps (in Python on_nonfinite='skip' of Engine or offload.wrap, and "
+    "offload=dict(on_nonfinite='skip') of a Trainer or an accelerator)."
+)
+"""Advice to skip steps with non-finite gradients or losses, in the words of every way in."""
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -217,9 +223,7 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
     """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
     infos, squares = updates.settings.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
-    advice = updates.store.values.explain_nonfinite(
-        "Lower --optimizer.lr or check the data of this step; --train.on_nonfinite skip skips such steps."
-    )
+    advice = updates.store.values.explain_nonfinite(f"Lower --optimizer.lr or check the data of this step; {SKIPS}")
     if not bad:
         largest = max(squares, key=squares.__getitem__)
         raise NonFiniteError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -29,6 +30,7 @@ from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, 
 from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
+from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
@@ -204,11 +206,33 @@ class TrialRuns:
         self.is_complete, self._roots, self._is_training = False, {"arguments": (call.args, call.kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
             self._record_few(self.samples.call_samples(call)[:-1])
-        self._record([(0, call.run_on_copies)] * 2)
+        with self._with_dtypes_explained(call):
+            self._record([(0, call.run_on_copies)] * 2)
         check_equivalence()
         self.forget_traffic()
         self.known.store_ints(self.known.signature_of_call(call), int_arguments(call.args, call.kwargs))
         self.is_complete = True
+
+    @contextmanager
+    def _with_dtypes_explained(self, call: ModelCall) -> Iterator[None]:
+        """Context that explains an error of torch in a call with fp32 tensors, if weights of an fp32 model are in bf16.
+
+        Libraries that ask for bf16 run such a model under autocast.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            tensors = Arguments((call.args, call.kwargs)).tensors
+            changed = any(info.compute == "bf16" and not info.bf16_source for info in self._state.infos)
+            wide = next((tensor for tensor in tensors if tensor.dtype == torch.float32), None)
+            if isinstance(error, ENGINE_ERRORS) or not changed or wide is None:
+                raise
+            raise ConfigError(
+                f"the model does not run on float32 {describe(wide)} with weights in bf16: {error}. An engine in bf16 "
+                "computes with bf16 weights, without the autocast of plain accelerate or the plain Trainer. Give the "
+                "model bf16 tensors, model(x.to(torch.bfloat16)), or compute in fp32: mixed_precision='no' of an "
+                "accelerator, bf16=False of a Trainer, precision='fp32' of Engine or offload.wrap."
+            ) from error
 
     def on_inference(self, call: ModelCall) -> None:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
@@ -220,7 +244,8 @@ class TrialRuns:
                 with isolated(self._state, roots):
                     call.run_on_copies()
 
-            self._run_until_settled(run)
+            with self._with_dtypes_explained(call):
+                self._run_until_settled(run)
             self.forget_traffic()
             self.known.watched_calls.add(signature)
 

@@ -135,7 +135,7 @@ class OffloadedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         # Module.to and similar methods come here too. Without a conversion they assign the tensor itself.
         if not self.is_alias_of(value):
-            self.holder.refuse(self.info, "write", f"become {list(value.shape)} of {value.dtype} (by .data)")
+            _refuse_data(self.holder, self.info, value)
 
     def is_alias_of(self, other: torch.Tensor) -> bool:
         """True if `other` represents the same values with equal shape, strides and dtype."""
@@ -175,12 +175,22 @@ class ResidentParameter(nn.Parameter):
     holder: Holder
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         return self.holder.gradient_of(self.info)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _set_gradient(self.holder, self.info, value)
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Module.to and similar methods come here too. Without a conversion they assign the same memory.
+        if (value.dtype, value.shape, value.data_ptr()) != (self.dtype, self.shape, self.data_ptr()):
+            _refuse_data(self.holder, self.info, value)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:  # noqa: ARG002
         """Raise ConfigError: the gradient is in the engine at this time."""
@@ -203,6 +213,13 @@ def lend_gradient(parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
         own: Any = parameter
         own.__class__ = ResidentParameter
         own.info, own.holder = stand_in.info, stand_in.holder
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Take autograd's own gradient out of a Parameter over device weights."""
+    gradient: torch.Tensor | None = _GET_GRAD(parameter)
+    _SET_GRAD(parameter, None)
+    return gradient
 
 
 class UsedGradient(torch.Tensor):
@@ -309,6 +326,10 @@ def _as_read(leaf: Any) -> Any:
 
 def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
+
+
+def _refuse_data(holder: Holder, info: ParameterInfo, value: torch.Tensor) -> None:
+    holder.refuse(info, "write", f"become {list(value.shape)} of {value.dtype} (by .data)")
 
 
 def _set_gradient(holder: Holder, info: ParameterInfo, value: torch.Tensor | None) -> None:

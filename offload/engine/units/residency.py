@@ -42,11 +42,12 @@ _RETURNED = (
 )
 _LOST = (
     "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. Between steps, engine.edit "
-    "changes values: for _, value in engine.edit([{name!r}]): value.mul_(0.5). "
+    "changes values: for _, value in engine.edit([{name!r}]): value.mul_(0.5). In a forward, compute with a changed "
+    "copy. "
 ) + _CHANGE_BEFORE
 _REFUSALS = {
     "write": _LOST,
-    "in place": _LOST + " Between steps, engine.edit() changes weights (optimizer.engine.edit() after offload.wrap).",
+    "in place": _LOST,
     "gradient": (
         "{name} was read outside the model's forward and received a gradient, which would be lost because its weights "
         "are in an engine. For a term such as a penalty, read it within the forward, or in the loss_fn of "

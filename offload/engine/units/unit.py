@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
-from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient
+from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient, take_gradient
 from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
 from offload.engine.units.traits import GradientSignature, UnitTraits
@@ -206,7 +206,7 @@ class Unit:
         """Drop gradients left by autograd after an exception prevented the gradient hooks."""
         for parameters in self._live.values():
             for parameter in parameters.values():
-                torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]  # past ResidentParameter
+                take_gradient(parameter)
 
     def forget_live(self) -> None:
         """Drop the views after the device weight memory was allocated anew."""

@@ -531,5 +531,5 @@ class _NoOwner:
     def gradient_of(self, info: ParameterInfo) -> None:
         """Return None: no loop reads gradients here."""
 
-    def check_drop(self, info: ParameterInfo) -> None:
+    def drop_gradient(self, info: ParameterInfo) -> None:
         """Do nothing: no data can be lost here."""

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from offload.engine.gradients.policies import SKIPS
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult
@@ -52,8 +53,7 @@ class Forwards(Method):
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._settings.skips:
             advice = state.store.values.explain_nonfinite(
-                "Lower --optimizer.lr or --optimizer.eps, or check the data of this step; --train.on_nonfinite skip "
-                "skips such steps."
+                f"Lower --optimizer.lr or --optimizer.eps, or check the data of this step; {SKIPS}"
             )
             pairs = ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)
             raise NonFiniteError(f"the losses of step {number + 1} at the two perturbed weights are {pairs}. {advice}")
