@@ -513,3 +513,32 @@ def test_a_buffer_without_dense_values_is_refused_by_name(buffer: torch.Tensor, 
     model.model.norm.register_buffer("places", buffer)
     with pytest.raises(ConfigError, match=message):
         Engine(model)
+
+
+UNMOVABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "scripted": (lambda model: set_part(model, "blocks.1", torch.jit.script(Block())), r"blocks\.1 is a scripted"),
+    "traced": (
+        lambda model: set_part(model, "blocks.1.up", torch.jit.trace(nn.ReLU(), torch.ones(2))),
+        r"blocks\.1\.up is a scripted.*restore=True",
+    ),
+    "lazy": (lambda model: set_part(model, "head", nn.LazyLinear(WORDS)), r"head\.weight has no shape.*model\(batch\)"),
+    "lazy statistics": (
+        lambda model: set_part(model, "head", nn.LazyBatchNorm1d(affine=False)),
+        r"head\.running_mean has no shape",
+    ),
+}
+
+
+def set_part(model: nn.Module, name: str, part: nn.Module) -> None:
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(owner), key, part)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Lazy|torch.jit)")
+@pytest.mark.parametrize("kind", UNMOVABLE)
+def test_a_module_whose_weights_cannot_move_is_refused_by_name(kind: str) -> None:
+    change, message = UNMOVABLE[kind]
+    model = build(Stack)
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        Engine(model)

@@ -152,6 +152,11 @@ class Recording:
         self._exchanges.append((traits, Versions(arguments.tensors), Versions(outputs), both))
         return deliver_result(result, outputs, containers)
 
+    def note_read(self, index: int) -> None:
+        """Note a read of a parameter from outside of a use of the unit."""
+        if index in self.streaming:
+            self.outside_readers.add(self.streaming[index])
+
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.
 
@@ -290,8 +295,8 @@ class UseDetector(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recording = self._recording
         for leaf in _operands(args, kwargs):
-            if isinstance(leaf, OffloadedTensor) and leaf.info.index in recording.streaming:
-                recording.outside_readers.add(recording.streaming[leaf.info.index])
+            if isinstance(leaf, OffloadedTensor):
+                recording.note_read(leaf.info.index)
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
             recording.num_set_to_itself[id(args[0])] += 1
         elif func._schema.is_mutable:

@@ -296,12 +296,12 @@ class TrialRuns:
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.ownership.watched(), UseDetector(recording):
+                with self._state.ownership.watched(recording.note_read), UseDetector(recording):
                     run(recording)
             except ConfigError:
                 self._state.runner.weights_changed()
                 raise
-            except Exception:  # NaN replaced the weights, so any error is possible
+            except Exception:  # filler values replaced the weights, so any error is possible
                 if not recording.outside_readers:
                     raise
             else:

@@ -53,6 +53,8 @@ class OffloadedTensor(torch.Tensor):
     info: ParameterInfo
     holder: Holder
     place: torch.device
+    num_bytes: int
+    """Bytes of the whole parameter, of which this may be a view."""
     values: Callable[[], torch.Tensor]
     """Returns a fresh copy on the device."""
     functions: Mapping[Any, Callable[..., torch.Tensor]] = {}
@@ -269,7 +271,8 @@ def make_placeholder(
 
     An arriving gradient would be lost and is refused. `functions`: see `OffloadedTensor.functions`.
     """
-    placeholder = _make_tensor(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
+    like = torch.empty(info.shape, dtype=dtype, device="meta")
+    placeholder = _make_tensor(like, device, info, holder, like.nbytes)
     placeholder.values = lambda: holder.values_of(info, dtype).to(device)
     placeholder.is_placeholder = placeholder._is_param = True
     placeholder.functions = functions or {}
@@ -279,7 +282,9 @@ def make_placeholder(
     return cast(nn.Parameter, placeholder)
 
 
-def _make_tensor(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
+def _make_tensor(
+    like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder, num_bytes: int
+) -> Any:
     # Torch sees device `meta`: another tensor can never adopt the memory (`other.data = this`), and `device` reports
     # the true place.
     tensor = torch.Tensor._make_wrapper_subclass(
@@ -293,21 +298,33 @@ def _make_tensor(like: torch.Tensor, device: torch.device, info: ParameterInfo, 
     )
     # Otherwise `data_ptr()` returns 0, and a read there kills the process.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor.info, tensor.holder, tensor.place = info, holder, device
+    tensor.info, tensor.holder, tensor.place, tensor.num_bytes = info, holder, device, num_bytes
     return tensor
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply a view function to a placeholder; return placeholder views."""
     base = args[0]
-    like = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride())
+    memory = torch.empty(base.num_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
+    like = memory.as_strided(base.shape, base.stride(), base.storage_offset())
     result = func(like, *args[1:], **kwargs)
     views = []
     for number, each in enumerate([result] if isinstance(result, torch.Tensor) else result):
-        view = _make_tensor(each, base.place, base.info, base.holder)
+        _check_bounds(each, base)
+        view = _make_tensor(each, base.place, base.info, base.holder, base.num_bytes)
         view.values = partial(_values_of_view, base, func, args[1:], kwargs, number)
         views.append(view)
     return views[0] if isinstance(result, torch.Tensor) else views
+
+
+def _check_bounds(view: torch.Tensor, base: OffloadedTensor) -> None:
+    """Raise RuntimeError for a view past the end, as torch does; the device `meta` checks nothing."""
+    last = view.storage_offset() + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    if view.numel() and (last + 1) * view.dtype.itemsize > base.num_bytes:
+        raise RuntimeError(
+            f"a view of {base.info.name} with shape {list(view.shape)} and strides {list(view.stride())} from element "
+            f"{view.storage_offset()} ends past the {base.num_bytes} bytes of the parameter"
+        )
 
 
 def _values_of_view(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:

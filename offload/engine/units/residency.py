@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload.engine.units.offloaded_tensor import OffloadedTensor, make_placeholder
 from offload.engine.units.snapshots import past_subclasses
@@ -71,6 +72,10 @@ _REFUSALS = {
         "engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder."
     ),
 }
+_FILLER = 0.5
+"""Value of weights whose true values a discarded run does not need. It lies in the usual ranges: of probabilities, of
+positions in a grid, of logarithms. Torch's kernels read out of bounds where NaN becomes an index.
+"""
 _OWNERSHIPS: set[ref[ModelOwnership]] = set()
 """Ownerships of live models whose weights are in an engine or gone.
 
@@ -120,10 +125,23 @@ def refuse_change(name: str, change: str) -> NoReturn:
 
 
 def check_tensors(model: nn.Module, has_fill: bool) -> None:
-    """Raise ConfigError for a sparse parameter or buffer, since the engine stores elements densely, and for one without
-    values (meta), unless a function fills the model (`has_fill`).
+    """Raise ConfigError for a scripted module, for a sparse parameter or buffer, since the engine stores elements
+    densely, and for one without shape (lazy) or values (meta), unless a function fills the model (`has_fill`).
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a scripted module (torch.jit.script or torch.jit.trace): its compiled code "
+                "reads its own weights, so an engine cannot move them. Build the model with the original module, and "
+                "script it after the training: engine.close(restore=True), then torch.jit.script(...)."
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet: it belongs to a lazy module (nn.LazyLinear and others), and the first call "
+                "creates it. Call the model once on a batch before the optimizer and Engine() (or offload.wrap) are "
+                "made: with torch.no_grad(): model(batch)."
+            )
         if tensor.is_meta and not has_fill:
             raise ConfigError(
                 f"{name} is on the device 'meta', where it has no values: load the model with from_pretrained (for a "
@@ -202,7 +220,8 @@ class ModelOwnership:
             for place in unit.places:
                 self._places.setdefault(ref(place.module), {})[place.key] = infos[place.parameter]
         self._state_dict_values: dict[int, tuple[str, ref[torch.Tensor]]] = {}
-        self.state, self._is_watched = _OWNED, False
+        self.state = _OWNED
+        self._note_read: Callable[[int], None] | None = None
         self._handles: list[Any] = []
 
     def connect(self, queries: EngineQueries) -> None:
@@ -231,16 +250,16 @@ class ModelOwnership:
         return None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Return NaN for offloaded parameter reads during the context.
+    def watched(self, note_read: Callable[[int], None]) -> Iterator[None]:
+        """Pass the index of each offloaded parameter that is read to `note_read`, and return filler values.
 
-        The recording pass counts these reads and makes the unit resident. The next pass reads true values.
+        The recording pass makes the unit resident. The next pass reads true values.
         """
-        self._is_watched = True
+        self._note_read = note_read
         try:
             yield
         finally:
-            self._is_watched = False
+            self._note_read = None
             for each in self.placeholders:
                 past_subclasses(setattr, each, "grad", None)
 
@@ -273,7 +292,7 @@ class ModelOwnership:
         A look at the callers, because a hook after a forward is lost with Ctrl-C.
         """
         queries, frame = self._queries(), sys._getframe(1)
-        if self._is_watched or queries is None or queries.is_busy():
+        if self._note_read is not None or queries is None or queries.is_busy():
             return True
         caller: FrameType | None = frame
         while caller is not None:
@@ -289,9 +308,10 @@ class ModelOwnership:
 
     def values_of(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
         """Return a fresh CPU copy in the compute dtype or in fp32."""
-        if self._is_watched:
+        if self._note_read is not None:
+            self._note_read(info.index)
             # Not one expanded element: kernels rely on the strides of the placeholder, and would write past its end.
-            return torch.full(info.shape, float("nan"), dtype=dtype)
+            return torch.full(info.shape, _FILLER, dtype=dtype)
         queries = self._queries()
         if queries is None:
             raise ConfigError(f"{info.name} {self.state}")
@@ -303,12 +323,12 @@ class ModelOwnership:
         During `watched`, only "write" and "hook" raise. An "in place" write by the model's own forward is seen by the
         recording, and the unit is resident in the next pass.
         """
-        if not self._is_watched or operation in ("write", "hook"):
+        if self._note_read is None or operation in ("write", "hook"):
             raise ConfigError(_REFUSALS[operation].format(name=info.name, how=detail))
 
     def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return `grad` of a parameter: in the step of a user training loop the engine's gradient, else None."""
-        queries = None if self._is_watched else self._queries()
+        queries = self._queries() if self._note_read is None else None
         return None if queries is None else queries.gradient(info)
 
     def drop_gradient(self, info: ParameterInfo) -> None:
@@ -336,7 +356,7 @@ class ModelOwnership:
 
     def _check_padding(self, encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ConfigError for an evaluation with padding: torch zeroes padded outputs, only over plain weights."""
-        if self._is_watched or encoder.training or torch.is_grad_enabled() or not encoder.use_nested_tensor:
+        if self._note_read is not None or encoder.training or torch.is_grad_enabled() or not encoder.use_nested_tensor:
             return
         mask, padding = (*args[1:], None, None)[:2]
         mask, padding = kwargs.get("mask", mask), kwargs.get("src_key_padding_mask", padding)
