@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.comparison import same_bits, signed_sums
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
-from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.offloaded_tensor import OffloadedTensor, ResidentParameter
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
@@ -348,7 +348,9 @@ class _Contents:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Record the contents of a tensor."""
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        is_plain = (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter, ResidentParameter) and tensor.layout is torch.strided
+        )
         if is_plain and not tensor.is_quantized:
             self._entries.append((tensor, tensor._version, tensor.shape, _unseen_sums(tensor)))
 

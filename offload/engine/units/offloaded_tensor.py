@@ -282,9 +282,7 @@ def make_placeholder(
     return cast(nn.Parameter, placeholder)
 
 
-def _make_tensor(
-    like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder, num_bytes: int
-) -> Any:
+def _make_tensor(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder, num_bytes: int) -> Any:
     # Torch sees device `meta`: another tensor can never adopt the memory (`other.data = this`), and `device` reports
     # the true place.
     tensor = torch.Tensor._make_wrapper_subclass(
