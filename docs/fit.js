@@ -15,7 +15,16 @@
     collective: "exchange between cards",
     network: "network",
   };
-  const KEYS = ["model", "method", "card", "count", "host", "disk"];
+  // The labels stand here, because a code host shows the text of a form without its fields.
+  const LABELS = {
+    model: "Model",
+    method: "Method",
+    card: "Card",
+    count: "Number of cards",
+    host: "Host memory",
+    disk: "NVMe disk",
+  };
+  const KEYS = Object.keys(LABELS);
   const START = { model: "Llama-3.1-8B", method: "full", card: "rtx-4090", count: "1", host: "64", disk: "1" };
   const TOKENS = 1e7;
 
@@ -30,28 +39,54 @@
     return element;
   }
 
-  function plans({ model, method, card, count }) {
-    const found = data.models[model]?.[method];
-    return { rows: found?.cards?.[card]?.[count], refusal: found?.refusal };
+  const cards = { ...data.cards };
+  for (const [key, covered] of Object.entries(data.covered)) {
+    const { disk_gib } = data.cards[covered.plans_of[0]];
+    cards[key] = { ...covered, device_gib: 0.9 * covered.memory_gib, disk_gib, hosts_gib: { 1: [] } };
   }
 
-  // The fastest plan that needs no more than the point has. Rows of the file: host GiB, disk, rows at a time, tokens a
-  // second, GiB of the device, GiB of the host, GiB of the disk, lane; rows at a time is 0 where nothing fits.
+  const cardsWithPlans = (card) => cards[card].plans_of ?? [card];
+
+  function plans({ model, method, card, count }) {
+    const found = data.models[model]?.[method];
+    const lists = cardsWithPlans(card).map((each) => found?.cards?.[each]?.[count]);
+    return { rows: lists.some(Boolean) ? lists.flatMap((list) => list ?? []) : undefined, refusal: found?.refusal };
+  }
+
+  function hosts(card, count) {
+    const planned = cards[card].hosts_gib[count];
+    if (cards[card].shares_memory) return planned;
+    return data.hosts_gib.filter((size) => !planned.length || size >= planned[0] / 2);
+  }
+
+  // Rows of the file: host GiB, disk, rows at a time, tokens a second, GiB of the device, GiB of the host, GiB of the
+  // disk, lane; rows at a time is 0 where nothing fits, and three missing sizes follow.
+  const hasHost = (row, host) => row[0] <= host || row[5] <= data.host_share * (host - data.system_gib);
+  const hasDevice = (row, card) => !cards[card].plans_of || row[4] <= cards[card].device_gib;
+
+  // The fastest plan that needs no more than the point has.
   function best(point) {
-    const usable = (plans(point).rows ?? []).filter((row) => row[2] && row[0] <= point.host && row[1] <= point.disk);
+    const usable = (plans(point).rows ?? []).filter(
+      (row) => row[2] && hasHost(row, +point.host) && row[1] <= point.disk && hasDevice(row, point.card),
+    );
     return usable.reduce((first, row) => (first && first[3] >= row[3] ? first : row), null);
   }
 
+  // The plan that does not fit with this much memory or with more; undefined: no plan says that nothing fits.
+  function refused(point) {
+    if (cards[point.card].plans_of) return undefined;
+    const rows = plans(point).rows ?? [];
+    return rows.find((row) => !row[2] && row[0] >= point.host && row[1] >= point.disk);
+  }
+
   function* neighbors(point) {
-    const cards = Object.keys(data.cards);
     for (const [methodStep, method] of Object.keys(METHODS).entries()) {
       const from = Object.keys(METHODS).indexOf(point.method);
       if (methodStep < from) continue;
-      for (const card of cards) {
-        const sizes = data.cards[card].hosts_gib;
-        for (const count of Object.keys(sizes)) {
+      for (const card of Object.keys(cards)) {
+        for (const count of Object.keys(cards[card].hosts_gib)) {
           if (+count < +point.count && card === point.card) continue;
-          for (const host of sizes[count]) {
+          for (const host of hosts(card, count)) {
             if (host < point.host && card === point.card) continue;
             for (const disk of [0, 1]) {
               if (disk < point.disk) continue;
@@ -61,7 +96,7 @@
                 steps(host, point.host) +
                 2.5 * steps(count, point.count) +
                 4 * (methodStep - from) +
-                (card === point.card ? 0 : 5 + steps(data.cards[card].device_gib, data.cards[point.card].device_gib));
+                (card === point.card ? 0 : 5 + steps(cards[card].device_gib, cards[point.card].device_gib));
               yield { cost, point: { ...point, method, card, count, host: String(host), disk: String(disk) } };
             }
           }
@@ -80,7 +115,7 @@
 
   const WORDS = {
     method: (point) => METHODS[point.method],
-    card: (point) => data.cards[point.card].name,
+    card: (point) => cards[point.card].name,
     count: (point) => plural(+point.count, "card"),
     host: (point) => `${gib(+point.host)} of host memory`,
     disk: () => "a disk",
@@ -95,7 +130,7 @@
     const settings = { ...data.settings[point.method], "train.micro_batch_size": row[2] };
     if (row[1]) settings["offload.nvme_dir"] = "/nvme";
     const words = [`offload train${+point.count > 1 ? ` --gpus ${point.count}` : ""}`];
-    words.push(`--model.path /models/${point.model}`, "--data.source FILE");
+    words.push(`--model.path ${data.hubs[point.model]}`, "--data.source FILE");
     words.push(...Object.entries(settings).map(([key, value]) => `--${key} ${value}`));
     return words.join(" \\\n    ");
   }
@@ -111,7 +146,7 @@
   }
 
   function bars(point, row) {
-    const card = data.cards[point.card];
+    const card = cards[point.card];
     const disk = +point.disk ? card.disk_gib : 0;
     const each = +point.count > 1 ? "on each card" : "";
     return make(
@@ -140,17 +175,23 @@
     return navigator.clipboard ? [button] : [];
   }
 
+  function speed(row) {
+    const hours = TOKENS / row[3] / 3600;
+    return [
+      ["Speed (forecast)", `${number(row[3])} tokens/s`],
+      ["10 million tokens", hours >= 1 ? `${number(hours)} hours` : `${number(60 * hours)} minutes`],
+      ["Bottleneck", BOUNDS[row[7]] ?? row[7]],
+    ];
+  }
+
   function showFit(point, row) {
     const words = command(point, row);
-    const hours = TOKENS / row[3] / 3600;
+    const { plans_of, note } = cards[point.card];
     const code = make("pre", { className: "fit-command", tabIndex: 0, role: "group", ariaLabel: "Command" }, words);
     return [
       make("p", { className: "fit-verdict fit-yes" }, "It fits."),
-      facts([
-        ["Speed (forecast)", `${number(row[3])} tokens/s`],
-        ["10 million tokens", hours >= 1 ? `${number(hours)} hours` : `${number(60 * hours)} minutes`],
-        ["Bottleneck", BOUNDS[row[7]] ?? row[7]],
-      ]),
+      plans_of ? facts([["Speed", "unknown: no plan of this card"]]) : facts(speed(row)),
+      note ? make("p", {}, note) : "",
       bars(point, row),
       +point.disk && !row[1] ? make("p", {}, "The plan does not use the disk.") : "",
       make("p", {}, "Command:"),
@@ -159,19 +200,29 @@
     ];
   }
 
-  function missing(row) {
+  // Weights and optimizer states may lie on the card, the host or the disk. So a shortage on the card alone may end with
+  // more room elsewhere.
+  function missing(row, point, change) {
     const names = ["device memory", "host memory", "disk"];
     const short = names.map((name, index) => [name, row[3 + index]]).filter(([, size]) => size > 0);
-    // More host memory also takes what the device has no room for.
     const host = short.filter(([name]) => name !== "device memory");
-    return (host.length ? host : short).map(([name, size]) => `${gib(size)} of ${name}`).join(", ");
+    const text = (host.length ? host : short).map(([name, size]) => `${gib(size)} of ${name}`).join(", ");
+    if (host.length || change?.card !== point.card) return `At least ${text} is missing.`;
+    return `At least ${gib(short[0][1])} of memory is missing. The card has no room for it, but the host or a disk can hold it.`;
+  }
+
+  function unknown(point) {
+    if (cards[point.card].plans_of) return "This card has no plans of its own, and those of smaller cards need more than it has.";
+    const fitting = plans(point).rows.filter((row) => row[2] && row[1] <= point.disk);
+    const least = Math.min(...fitting.map((row) => row[5] + data.system_gib));
+    return fitting.length ? `No plan for this size. The nearest one takes ${gib(least)} of host memory.` : "No plan for this size.";
   }
 
   function showMisfit(point, row) {
-    const short = row && missing(row);
     const change = smallestChange(point);
-    const parts = [make("p", { className: "fit-verdict fit-no" }, "It does not fit.")];
-    if (short) parts.push(make("p", {}, `At least ${short} is missing.`));
+    const parts = row
+      ? [make("p", { className: "fit-verdict fit-no" }, "It does not fit."), make("p", {}, missing(row, point, change))]
+      : [make("p", { className: "fit-verdict fit-no" }, "No plan fits."), make("p", {}, unknown(point))];
     if (!change) return [...parts, make("p", {}, "No other machine on this page fits either.")];
     const button = make("button", { type: "button", className: "fit-button" }, "Show this plan");
     button.addEventListener("click", () => {
@@ -190,8 +241,7 @@
       const why = refusal ? `There is no forecast of this method for this model: ${refusal}` : "This point has no plan yet.";
       return answer.replaceChildren(make("p", { className: "fit-verdict fit-no" }, "No plan."), make("p", {}, why));
     }
-    const exact = rows.find((each) => !each[2] && each[0] === +point.host && each[1] === +point.disk);
-    answer.replaceChildren(...showMisfit(point, exact));
+    answer.replaceChildren(...showMisfit(point, refused(point)));
   }
 
   function fill(key, options, chosen) {
@@ -207,20 +257,23 @@
   const billions = (count) => (count >= 1e9 ? `${number(count / 1e9)} billion` : `${number(count / 1e6)} million`);
 
   function choose(wanted) {
-    const cards = Object.entries(data.cards).sort(([, a], [, b]) => a.device_gib - b.device_gib);
+    const sorted = Object.entries(cards).sort(([, a], [, b]) => a.device_gib - b.device_gib);
     const point = {};
     point.model = fill("model", Object.keys(data.models).map((name) => [name, name]), wanted.model);
     point.method = fill("method", Object.entries(METHODS), wanted.method);
-    point.card = fill("card", cards.map(([key, card]) => [key, `${card.name}, ${gib(card.memory_gib)}`]), wanted.card);
-    const sizes = data.cards[point.card].hosts_gib;
-    point.count = fill("count", Object.keys(sizes).map((each) => [each, each]), wanted.count);
-    point.host = fill("host", sizes[point.count].map((each) => [each, gib(each)]), wanted.host);
-    const disk = data.cards[point.card].disk_gib;
+    point.card = fill("card", sorted.map(([key, card]) => [key, `${card.name}, ${gib(card.memory_gib)}`]), wanted.card);
+    point.count = fill("count", Object.keys(cards[point.card].hosts_gib).map((each) => [each, each]), wanted.count);
+    point.host = fill("host", hosts(point.card, point.count).map((each) => [each, gib(each)]), wanted.host);
+    const disk = cards[point.card].disk_gib;
     point.disk = fill("disk", disk ? [[0, "none"], [1, gib(disk)]] : [[0, "none"]], wanted.disk);
     show(point);
     history.replaceState(null, "", `?${new URLSearchParams(point)}${location.hash}`);
   }
 
+  for (const [key, text] of Object.entries(LABELS)) {
+    const select = make("select", { id: `fit-${key}`, name: key });
+    form.append(make("label", { htmlFor: select.id }, text, select));
+  }
   form.hidden = false;
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("change", () => choose(Object.fromEntries(KEYS.map((key) => [key, form.elements[key].value]))));

@@ -343,6 +343,12 @@ HOST_OPTIONS = {
     "all on disk": ("weights on disk too", "`--offload.parameters nvme`"),
 }
 """Rows in the table of host memory: words and flag. The names are those of `benchmarks/readme_plans.py`."""
+FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
+"""Cards in the tables of the page "Will it fit?", with the GB in their name."""
+FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
+FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
+"""Cards in the tables of the page "Will it fit?", with the GB in their name."""
+FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
 
 
 def results(name: str) -> Any:
@@ -455,8 +461,55 @@ def message_keys_table(title: str, name: str) -> str:
     return "\n".join(f"| {' | '.join(each)} |" for each in [(title, "values", "effect"), ("---",) * 3, *cells])
 
 
+def fit_page() -> dict[str, Any]:
+    """Return all data of the page "Will it fit?": the plans, and what the page offers beside them."""
+    plans, offered = results(FIT), yaml.safe_load((ROOT / "docs" / "fit.yaml").read_text())
+    for key, covered in list(offered["covered"].items()):
+        covered["plans_of"] = [card for card in covered["plans_of"] if card in plans["cards"]]
+        if not covered["plans_of"]:
+            del offered["covered"][key]
+    return {**plans, **offered}
+
+
+def fastest(page: dict[str, Any], rows: list[Any], host: int, has_disk: bool) -> list[Any] | None:
+    """Return the fastest plan for a size of host memory in GiB, as docs/fit.js does; None: no plan fits."""
+    room = page["host_share"] * (host - page["system_gib"])
+    usable = [row for row in rows if row[2] and (row[0] <= host or row[5] <= room) and row[1] <= has_disk]
+    return max(usable, key=lambda row: row[3], default=None)
+
+
+def fit_cell(page: dict[str, Any], rows: list[Any]) -> str:
+    """Return a cell: the smallest host memory with a plan and the speed, without a disk, and with one where smaller."""
+    texts: list[str] = []
+    least = max(page["hosts_gib"]) + 1
+    for has_disk in (False, True):
+        for host in (size for size in page["hosts_gib"] if size < least):
+            row = fastest(page, rows, host, has_disk)
+            if row is not None:
+                texts.append(f"{host} GiB{' and a disk' if row[1] else ''}: {row[3]:,}")
+                least = host
+                break
+    return "<br>".join(texts) or "–"
+
+
+def fit_tables() -> str:
+    """Return the tables of the page "Will it fit?", for a reader without scripts: one for each method."""
+    page, parts = fit_page(), []
+    cards = [card for card in FIT_CARDS if card in page["cards"]]
+    titles = [f"{page['cards'][card]['name']}, {FIT_CARDS[card]} GB" for card in cards]
+    for method, title in FIT_METHODS.items():
+        parts.append(f"### {title}\n\n| model | {' | '.join(titles)} |\n|---|{'---|' * len(cards)}\n")
+        for name, methods in page["models"].items():
+            rows = [methods[method].get("cards", {}).get(card, {}).get("1") for card in cards]
+            cells = ["not planned" if each is None else fit_cell(page, each) for each in rows]
+            parts.append(f"| {name} | {' | '.join(cells)} |\n")
+        parts.append("\n")
+    return "".join(parts).strip()
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"plans": plans_table, "host": host_table, "steps": steps_text},
+    "docs/fit.md": {"tables": fit_tables},
     "docs/reference/data.md": {
         "row keys": row_keys_table,
         "message keys": lambda: message_keys_table("key", "MESSAGE_KEYS"),
@@ -540,8 +593,14 @@ def memory_picture() -> str:
 
 def fit_data() -> str:
     """Return docs/fit-data.js: the plans of the page "Will it fit?", as a script, which also loads from the disk."""
+    page = fit_page()
+    models = page.pop("models")
+    lines = [f'"{key}": {json.dumps(value)}' for key, value in page.items()]
+    lines.extend(f'"{name}": {json.dumps(plans, separators=(",", ":"))}' for name, plans in models.items())
+    first, rest = ",\n".join(lines[: len(page)]), ",\n".join(lines[len(page) :])
     return (
-        f"// Made by docs/make.py from benchmarks/results/{FIT}.\nwindow.FIT = {(RESULTS / FIT).read_text().strip()};"
+        f"// Made by docs/make.py from benchmarks/results/{FIT} and docs/fit.yaml.\n"
+        f'window.FIT = {{\n{first},\n"models": {{\n{rest}\n}}\n}};'
     )
 
 

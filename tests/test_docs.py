@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
 from offload import plan
@@ -92,7 +93,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_numbers_of_the_readme_are_those_of_their_sources() -> None:
     text = (ROOT / "README.md").read_text()
-    assert MAKE["readme"](text) == text, "run docs/make.py"
+    assert MAKE["with_parts"]("README.md") == text, "run docs/make.py"
     assert (ROOT / "docs" / "images" / "memory.svg").read_text() == MAKE["memory_picture"]() + "\n"
     for number, page in NUMBERS.items():
         found = [
@@ -117,7 +118,7 @@ def test_a_changed_result_makes_the_readme_stale(results: Path, file: str, patte
     found = re.search(pattern, told)
     assert found, "the file has another form"
     path.write_text(told[: found.start(1)] + "7" + told[found.start(1) :])
-    assert MAKE["readme"](text) != text
+    assert MAKE["with_parts"]("README.md") != text
 
 
 FIT_BYTES, MIN_MODELS, MIN_CARDS = 1 << 20, 20, 10
@@ -156,6 +157,106 @@ def test_the_plans_of_the_page_will_it_fit_are_complete() -> None:
                             assert on_disk <= told["cards"][card]["disk_gib"] * disk
 
 
+DOCUMENT = """
+const element = () => ({
+  children: [], style: {}, listeners: {},
+  append(...given) { this.children.push(...given); },
+  replaceChildren(...given) { this.children = given; },
+  addEventListener(name, call) { this.listeners[name] = call; },
+  get text() { return this.children.map((each) => each.text ?? each).join(" "); },
+});
+const fields = Object.fromEntries(["model", "method", "card", "count", "host", "disk"].map((key) => [key, element()]));
+const answer = element();
+const form = { ...element(), elements: fields };
+global.window = {};
+global.document = { getElementById: (id) => (id === "fit-form" ? form : answer), createElement: element };
+global.history = { replaceState() {} };
+Object.defineProperty(global, "navigator", { value: {} });
+const fs = require("fs");
+const [data, page, points] = process.argv.slice(1).map((path) => fs.readFileSync(path, "utf8"));
+eval(data);
+const told = JSON.parse(points).map((point) => {
+  global.location = { search: `?${new URLSearchParams(point)}`, hash: "" };
+  eval(page);
+  return answer.text;
+});
+console.log(JSON.stringify(told));
+"""
+"""A document for docs/fit.js, which prints the answer to each point as a text."""
+
+
+def fit_answers(points: list[dict[str, Any]], folder: Path) -> list[str]:
+    """Return the answers of the page "Will it fit?", by its script."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    (folder / "points.json").write_text(json.dumps(points))
+    words = [node, "-e", DOCUMENT, "--", *(str(ROOT / "docs" / name) for name in ("fit-data.js", "fit.js"))]
+    found = subprocess.run([*words, str(folder / "points.json")], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    answers: list[str] = json.loads(found.stdout)
+    return answers
+
+
+def test_the_page_will_it_fit_answers_each_size_by_the_plans(tmp_path: Path) -> None:
+    page = MAKE["fit_page"]()
+    points = [
+        {"model": model, "method": method, "card": card, "count": "1", "host": host, "disk": disk}
+        for model in ("Llama-3.2-3B", "Llama-3.1-8B", "Mixtral-8x7B")
+        for method in ("full", "nf4")
+        for card in ("rtx-4080", "h100")
+        for host in page["hosts_gib"]
+        if card != "h100" or host >= 32
+        for disk in (0, 1)
+    ]
+    num_fitting = 0
+    for point, told in zip(points, fit_answers(points, tmp_path), strict=True):
+        rows = page["models"][point["model"]][point["method"]]["cards"][point["card"]]["1"]
+        row = MAKE["fastest"](page, rows, point["host"], point["disk"])
+        num_fitting += row is not None
+        if row is not None:
+            assert told.startswith("It fits."), (point, told)
+            assert f" {row[3]:,} tokens/s " in told, (point, told)
+            assert f"--model.path {page['hubs'][point['model']]} " in told
+            continue
+        is_known = any(not each[2] and each[0] >= point["host"] and each[1] >= point["disk"] for each in rows)
+        assert told.startswith("It does not fit." if is_known else "No plan fits."), (point, told)
+        assert "The smallest change that fits: " in told
+    assert 0 < num_fitting < len(points)
+
+
+def test_a_shortage_on_the_card_says_where_else_the_states_may_lie(tmp_path: Path) -> None:
+    page = MAKE["fit_page"]()
+    points = [
+        {"model": model, "method": method, "card": card, "count": "1", "host": row[0], "disk": row[1]}
+        for model, methods in page["models"].items()
+        for method, plans in methods.items()
+        for card, counts in plans["cards"].items()
+        for row in counts["1"]
+        if not row[2] and row[3] and not row[4] and not row[5]
+    ]
+    answers = fit_answers(points, tmp_path)
+    assert any("or a disk can hold it." in told for told in answers)
+    for told in answers:
+        change = told.partition("The smallest change that fits: ")[2]
+        assert not ("of device memory is missing" in told and re.match(r"[\d,]+ GiB of host memory|a disk", change)), (
+            told
+        )
+
+
+def test_a_card_without_plans_has_the_answers_of_smaller_cards(tmp_path: Path) -> None:
+    point = {"model": "Llama-3.1-8B", "method": "full", "card": "rtx-5080", "count": "1", "host": 192, "disk": 0}
+    smaller = {**point, "card": "rtx-4080"}
+    too_small = {**point, "card": "t4", "host": 16}
+    told, planned, refused = fit_answers([point, smaller, too_small], tmp_path)
+    assert told.startswith("It fits. Speed unknown: no plan of this card")
+    assert "tokens/s" in planned
+    assert told.partition("Command:")[2] == planned.partition("Command:")[2]
+    assert refused.startswith("No plan fits. This card has no plans of its own")
+    page = MAKE["fit_page"]()
+    assert set(page["hubs"]) == set(page["models"])
+
+
 def test_the_page_will_it_fit_has_the_whole_grid() -> None:
     told = json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text())
     assert told["command"] == "python -m benchmarks.fit_grid"
@@ -177,6 +278,20 @@ def test_an_entry_of_the_page_will_it_fit_is_the_plan_of_today(tmp_path: Path) -
     assert found.returncode == 0, found.stdout + found.stderr
     row = [row for row in told["models"][name][method]["cards"][card][count] if row[2]][-1]
     assert json.loads(found.stdout.splitlines()[-1])[2:] == row[2:]
+
+
+def test_the_workflow_publishes_the_site_that_make_docs_builds() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "site.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    commands = [step["run"] for step in steps if "run" in step]
+    targets = [command.split()[1] for command in commands if command.startswith("make ")]
+    assert targets == ["docs"]
+    assert re.search(r"(?m)^docs:.*\n.*docs/make\.py --site$", (ROOT / "Makefile").read_text())
+    (uploaded,) = (step["with"]["path"] for step in steps if "upload" in step.get("uses", ""))
+    assert f'site_dir = "{uploaded}"' in (ROOT / "zensical.toml").read_text()
+    assert workflow["jobs"]["publish"]["needs"] == "build"
+    assert "secrets" not in json.dumps(workflow)
 
 
 def test_sizes() -> None:
