@@ -40,6 +40,10 @@ class Options:
     """with --merge: current folder of the base model"""
     onto: Literal["trained", "original"] = "trained"
     """with --merge and a quantized base: merge into the dequantized values or into the original file values"""
+    push: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: no upload)")] = None
+    """upload OUT to the hub afterwards, as USER/NAME or NAME; needs a token (hf auth login)"""
+    private: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """with --push: a new repository is private"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """show tracebacks"""
 
@@ -93,9 +97,18 @@ def main(words: list[str]) -> int:
             raise ConfigError(
                 f"{flag} is given without --merge, but writing only the adapter needs no base: leave it out."
             )
+    if options.private and options.push is None:
+        raise ConfigError("--private is given without --push, and nothing is uploaded: leave it out.")
+    upload = None
+    if options.push is not None:
+        from offload.app.hf.push import HubUpload  # only here: an export needs no network
+
+        upload = HubUpload(options.push, private=options.private)
     exporter = EXPORTERS["adapter" if is_adapter else "whole"]
     merge = {"merge": options.merge, "base": options.base, "onto_original": options.onto == "original"}
     print(exporter(folder, out, DTYPES[options.dtype], shard_bytes, **merge))
+    if upload is not None:
+        print(f"uploaded to {upload.push(out)}")
     return 0
 
 
