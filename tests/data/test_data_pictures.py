@@ -209,6 +209,14 @@ ANSWER = {"role": "assistant", "content": "b"}
             r"the picture data:,x is a data: URI without base64",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image", "path": "~nobody-here/a.png"}]}, ANSWER]},
+            r"rows.jsonl:2, message 1: the picture ~nobody-here/a.png has no place",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "path": "a\0.png"}]}, ANSWER]},
+            r"rows.jsonl:2: the picture .*a.x00.png' cannot be read",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "path": 3}]}, ANSWER]},
             r"a picture must be a path, or bytes in a column of `datasets`, not 3",
         ),

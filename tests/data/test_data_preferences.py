@@ -90,6 +90,8 @@ def conversations(prompt: Any, *before: dict[str, str], **more: Any) -> dict[str
         (conversations(QUESTION, ASKED, system="Be brief."), [SYSTEM, ASKED], 2),
         (conversations(QUESTION, SYSTEM, ASKED, system="Be brief.\n"), [SYSTEM, ASKED], 2),
         (conversations([SYSTEM], ASKED), [SYSTEM, ASKED], 1),
+        (conversations(" ", SYSTEM, ASKED), [SYSTEM, ASKED], 2),
+        (conversations([SYSTEM, ASKED], system="Be brief."), [SYSTEM, ASKED], 2),
         (conversations(EARLIER, ASKED), [*EARLIER, ASKED], 2),
         (conversations([ASKED], *EARLIER[1:], ASKED), [ASKED, EARLIER[1], ASKED], 1),
     ],

@@ -492,6 +492,8 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
     for key in ("chosen", "rejected"):
         if not parsed[key]:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
+    if isinstance(prompt, str) and not prompt.strip() and any(not _is_answer(each) for each in answers):
+        prompt = None
     prompt, answers = _said_once(prompt, answers)
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
@@ -538,7 +540,7 @@ def _join(prompt: list[Any], turns: list[Any], where: str) -> tuple[list[Any], i
     asked, said = ([_content_of(turn) for turn in each] for each in (prompt, turns))
     if not asked or said[: len(asked)] == asked:
         return turns, len(asked)
-    if said[0][0] in ("assistant", "tool"):
+    if _is_answer(turns):
         return [*prompt, *turns], len(asked)
     for start in range(len(said) - len(asked) + 1):
         if said[start : start + len(asked)] == asked:
@@ -552,6 +554,11 @@ def _join(prompt: list[Any], turns: list[Any], where: str) -> tuple[list[Any], i
             "it, and other text stands there: leave the prompt out, or leave the question out of the answers."
         )
     return [*prompt, *turns], len(asked)
+
+
+def _is_answer(turns: Any) -> bool:
+    """Return True for a text, and for turns that begin with an answer. Other turns begin with a prompt."""
+    return isinstance(turns, str) or turns[0]["role"] in ("assistant", "tool")
 
 
 def _unless_said(system: list[Any], turns: list[Any]) -> list[Any]:

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import xxhash
@@ -48,6 +47,8 @@ class Picture:
             return self.path.read_bytes()
         except OSError as error:
             raise BadRow(f"the picture {self.path} cannot be read: {errno_text(error.errno or 0)}.") from error
+        except ValueError as error:  # a zero byte in the name
+            raise BadRow(f"the picture {str(self.path)!r} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class PictureMatcher:
         if inline := _INLINE.match(path):
             return Picture(f"picture {len(self.pictures) + 1}", None, _from_base64(path[inline.end() :], where))
         if path.startswith("file://"):
-            path = url2pathname(urlsplit(path).path)
+            path = url2pathname(path.removeprefix("file://").removeprefix("localhost"))
         if path.startswith("data:"):
             raise BadRow(
                 f"{where}: the picture {path:.80} is a data: URI without base64: write data:image/png;base64,..."
@@ -160,7 +161,10 @@ class PictureMatcher:
             raise BadRow(
                 f"{where}: the picture {path:.80} is not on this machine: download it, and give the path of the file."
             )
-        place = Path(path).expanduser()
+        try:
+            place = Path(path).expanduser()
+        except RuntimeError as error:  # ~NAME for a user without a home
+            raise BadRow(f"{where}: the picture {path:.80} has no place: {error}") from error
         if not place.is_absolute() and self._folder is None:
             raise BadRow(
                 f"{where}: the picture {path} has a relative path, but the row comes from no file: give an absolute "

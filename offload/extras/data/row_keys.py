@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from offload.extras.data.rows import BadRow
@@ -61,7 +62,7 @@ def _is_one(value: Any) -> bool:
 def _is_not_bad(value: Any) -> bool:
     """Return False for false and for numbers up to 0. Another value, such as the name of a class, marks nothing."""
     value = typed(value)
-    return not isinstance(value, int | float) or value > 0
+    return not isinstance(value, int | float | Decimal) or value > 0
 
 
 def _is_good(value: Any) -> bool:
