@@ -196,6 +196,33 @@ def test_a_template_without_any_stable_beginning_is_refused(bpe_folder: Callable
     assert document.trained is None
 
 
+HARMONY = (  # like gpt-oss: thoughts before a call are dropped when the answer follows
+    "{% set is_done = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.thinking if loop.last or not is_done }}{{ m.content }}"
+    "{{ m.tool_calls | tojson if m.tool_calls }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_one_row_that_a_template_rewrites_is_left_out_alone(bpe_folder: Callable[..., str]) -> None:
+    """A row with a thought, a call, a result and an answer. Rows without the thought are trained."""
+    tokenizer = load_tokenizer(bpe_folder(HARMONY))
+    call: dict[str, Any] = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+    }
+    turns = [CHAT[1], call, {"role": "tool", "content": "four"}, CHAT[2]]
+    thought = [CHAT[1], {**call, "thinking": "Add."}, *turns[2:]]
+    rows = [Chat(f"a:{number}", each) for number, each in enumerate((turns, thought, turns), 1)]
+    bad = BadRows("skip")
+    found = list(Encoder(tokenizer, False, bad).encode((False, row) for row in rows))
+    assert [each.where for each in found] == ["a:1", "a:3"]
+    assert bad.num == 1
+    with pytest.raises(BadRow, match=r"a:2: the tokenizer's chat template changes the text before message 4"):
+        encode(tokenizer, *rows)
+
+
 @pytest.mark.parametrize("template", [None, CHATML, MARKED, THINKING, OPEN_THOUGHT])
 def test_train_on_prompt_trains_all(bpe_folder: Callable[..., str], template: str | None) -> None:
     tokenizer = load_tokenizer(bpe_folder(template))
