@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import OffloadError
@@ -19,6 +23,7 @@ from tests.engine.handmade import (
     WIDTH,
     WITHOUT_INPUTS,
     WORDS,
+    Block,
     ChangesContainers,
     ListedTwice,
     ReadFromOutside,
@@ -96,6 +101,62 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
     engine, reference = train_both(build(model), SOME, within=2e-6, **settings)
     wanted = dict(reference.model.named_buffers())
     assert all(torch.allclose(buffer, wanted[name], atol=1e-6) for name, buffer in engine.model.named_buffers())
+
+
+@dataclass
+class State:
+    h: Tensor
+    terms: Any = None
+    name: str = "state"
+
+
+@dataclass(frozen=True)
+class Terms:
+    total: Tensor | float
+    parts: list[Tensor] = field(default_factory=list)
+
+
+class PassesRecords(Block):
+    """Takes and returns a dataclass, new or changed in place, with another dataclass inside."""
+
+    is_in_place = False
+
+    def forward(self, state: Any) -> Any:  # type: ignore[override]
+        h, terms = super().forward(state.h), state.terms
+        terms = Terms(terms.total + h.square().mean(), [*terms.parts, h.mean()])
+        if not self.is_in_place:
+            return type(state)(h=h, terms=terms, name=state.name)
+        state.h, state.terms = h, terms
+        return None
+
+
+class Records(Stack):
+    block = PassesRecords
+
+    def __init__(self, kind: Callable[..., Any], is_in_place: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        for block in self.blocks:
+            block.is_in_place = is_in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.kind(h=self.embedding(x), terms=Terms(0.0), name="state")
+        for block in self.blocks:
+            state = block(state) or state
+        assert state.name == "state"
+        return self.head(state.h) * (1 + state.terms.total + sum(state.terms.parts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_in_place", "recompute"),
+    quick(
+        [(k, p, r) for k in (State, SimpleNamespace) for p in (False, True) for r in ("always", "never")],
+        [(State, False, "always"), (SimpleNamespace, True, "never")],
+    ),
+)
+def test_dataclasses_pass_between_units(kind: Callable[..., Any], is_in_place: bool, recompute: str) -> None:
+    make = partial(Records, kind, is_in_place)
+    train_both(build(make), SOME[:2], loss_fn=cross_entropy, recompute=recompute)
 
 
 class ChangesAView(Stack):

@@ -110,7 +110,7 @@ class CollectsByHook(Stack):
         return super().forward(x) + self.collected[0].square().mean()
 
 
-@dataclass
+@dataclass(slots=True)
 class Hidden:
     """Not registered with pytree either."""
 

@@ -277,9 +277,10 @@ class Recording:
             if origin is not None and id(leaf) not in own:
                 raise ConfigError(
                     f"a tensor computed inside unit {origin[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
-                    "without being an argument or a result (through an attribute, or an object or list that a hook "
-                    "holds), and its gradient would be lost while the unit is offloaded. Return the tensor, put it "
-                    "into a list or dict among the unit's arguments, or turn off the code that collects it."
+                    "without being an argument or a result (through an attribute, an object of an own class, or an "
+                    "object or list that a hook holds), and its gradient would be lost while the unit is offloaded. "
+                    "Return the tensor alone or in a tuple, dict or dataclass (without slots), put it into a list or "
+                    "dict among the unit's arguments, or turn off the code that collects it."
                 )
 
 

@@ -7,12 +7,13 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
@@ -28,7 +29,8 @@ class Arguments:
     """Positional and keyword arguments (or a result) as a tree. Each distinct tensor is listed once.
 
     Expanded are all torch pytree nodes and all mutable containers: lists, sets, mappings (Gemma 3n passes keys and
-    values in one) and key-value caches. A container with several occurrences is expanded once.
+    values in one), key-value caches, and dataclasses with tensors. A container with several occurrences is expanded
+    once.
     """
 
     def __init__(self, tree: Any, containers: list[Any] | None = None, opens_caches: bool = True) -> None:
@@ -155,7 +157,22 @@ def _is_container(value: Any) -> bool:
     """True for a mutable non-tensor value. Objects without `__dict__` are excluded, because copying may fail."""
     if isinstance(value, list | dict | set | deque):
         return True
-    return hasattr(value, "__dict__") and isinstance(value, (*_MUTABLE, *_cache_types()))
+    if not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, (*_MUTABLE, *_cache_types())) or _is_record(value)
+
+
+def _is_record(value: Any, outer: Sequence[Any] = ()) -> bool:
+    """True for a dataclass or a SimpleNamespace with a tensor in an attribute, also in a record there.
+
+    Others, such as configurations, stay whole. `outer`: records around this one.
+    """
+    if not (is_dataclass(value) or type(value) is SimpleNamespace) or isinstance(value, type | torch.nn.Module):
+        return False
+    if any(value is other for other in outer):
+        return False
+    leaves = tree_iter([*getattr(value, "__dict__", {}).values()])
+    return any(isinstance(leaf, torch.Tensor) or _is_record(leaf, (*outer, value)) for leaf in leaves)
 
 
 def _cache_types() -> tuple[type, ...]:
@@ -175,8 +192,9 @@ def _copy_container(container: Any) -> Any:
 
 
 def _store(container: Any) -> Any:
-    """Return the object that stores the content: for a cache, the attribute dict."""
-    return vars(container) if isinstance(container, _cache_types()) else container
+    """Return the object that stores the content: for a cache or a dataclass, the attribute dict."""
+    has_items = isinstance(container, _MUTABLE) and not isinstance(container, _cache_types())
+    return container if has_items else vars(container)
 
 
 def _contents(containers: Sequence[Any]) -> list[list[Any]]:

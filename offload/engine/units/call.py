@@ -180,7 +180,8 @@ class UnitCall:
         self._check_inputs()
         if not runner.claims.has(self._claim):
             raise OffloadError(
-                f"unit {unit.name}: the step of this forward ended with an exception; run the forward again."
+                f"unit {unit.name}: the step of this forward was given up, by an exception or by zero_grad(), which "
+                "drops all forwards of a step; run the forward again."
             )
         if not self._claim.is_current:
             raise OffloadError(
