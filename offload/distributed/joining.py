@@ -282,7 +282,10 @@ def _read_environment(environ: Mapping[str, str]) -> int:
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and size > 1:
-        raise ConfigError(f"WORLD_SIZE is {size}, and {' and '.join(missing)} is not set: start with torchrun.")
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, and {' and '.join(missing)} is not set: start with torchrun, or unset RANK and "
+            "WORLD_SIZE."
+        )
     return size
 
 
@@ -293,7 +296,10 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
         return None
     if len(present) == 1:
         other = size if present[0] == rank else rank
-        raise ConfigError(f"{present[0]} is {environ[present[0]]}, and {other} is not set: start with torchrun.")
+        raise ConfigError(
+            f"{present[0]} is {environ[present[0]]}, and {other} is not set: start with torchrun, or unset "
+            f"{present[0]}."
+        )
     try:
         number, count = int(environ[rank]), int(environ[size])
     except ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -117,6 +117,10 @@ class Engine(StateAccess):
 
     def __repr__(self) -> str:
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
+
+    def tell_stages(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the name of each stage that a new kind of batch needs before the step, when it begins."""
+        self._steps.tell = tell
 
     def stay(self) -> None:
         """Let the model stand in for the original one in a script.

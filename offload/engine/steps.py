@@ -70,6 +70,7 @@ class Steps:
         self.foreign_writes = ForeignWrites(state, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
         self._analyst = Analyst(state, self.known, settings)
+        self.tell: Callable[[str], None] = lambda _stage: None
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
@@ -220,6 +221,7 @@ class Steps:
                     inputs, is_recorded = self._record(inputs, departed), True
                 is_due = self._is_check_due(inputs, is_recorded)
             if is_due or inputs.plan.has_other_values or departed is not None:
+                self.tell("comparing the engine with plain PyTorch")
                 self.equivalence.check(inputs, self._take_sample(inputs))
                 self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
@@ -227,6 +229,8 @@ class Steps:
             if is_recorded and state.attention.check(state, inputs):
                 self.trial_runs.forget_traffic()
             state.attention.begin_pass(inputs.plan.needs_mask)
+            if is_recorded or is_due:
+                self.tell("running the first pass")
             self.trial_runs.is_complete = True
         return inputs
 
@@ -273,6 +277,7 @@ class Steps:
     def _record(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record calls on a few rows of the batch; return the inputs with the trial results."""
         state, mode = self._state, self._state.execution_mode
+        self.tell("recording the model on a few rows")
         state.updates.flush()
         state.slots.compute_after_resident()
         state.attention.begin_pass(inputs.plan.needs_mask or departed is not None)  # a trial may drop masks

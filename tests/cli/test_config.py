@@ -198,6 +198,20 @@ def test_python_values_are_checked_and_have_an_origin() -> None:
     assert Config().train.steps is None  # instances do not share defaults
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("checkpoint.every", "-1", "checkpoint.every is '-1'; it should be greater than or equal to 1, or 'auto'."),
+        ("checkpoint.every", "x", "checkpoint.every is 'x'; it should be a valid integer, or 'auto'."),
+        ("optimizer.betas", [0.9], "optimizer.betas is [0.9]; there are too few values."),
+    ],
+)
+def test_a_setting_of_several_types_has_one_sentence_in_our_words(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config.load(None, {key: value})
+    assert str(refused.value) == said
+
+
 def test_a_clipping_norm_of_0_is_none() -> None:
     for unclipped in (0, "0", 0.0, "none", None):
         assert Config.load(None, {"train.max_grad_norm": unclipped}).train.max_grad_norm is None
@@ -236,6 +250,11 @@ class TestResumed:
         saved = json.loads(json.dumps(was.to_dict()))
         given = {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5, "data.num_workers": 3}
         now = Config.load(None, given).resumed(saved, "there")
+        assert now.changes == [
+            "data.num_workers is 3 and was none",
+            "train.log_every is 5 and was 10",
+            f"optimizer.lr is 0.5 and was {was.optimizer.lr}",
+        ]
         assert (now.train.steps, now.data.source, now.optimizer.betas) == (7, ("a", "b"), (0.8, 0.9))
         assert (now.train.clip, now.train.precision, now.optimizer.schedule) == ("deferred", "fp32", "cosine")
         assert (now.run.dir, now.train.log_every, now.optimizer.lr, now.data.num_workers) == ("here", 5, 0.5, 3)
@@ -259,7 +278,15 @@ class TestResumed:
     def test_the_same_again_is_no_change(self) -> None:
         given = {"data.source": ["a"], "train.precision": "fp32", "data.sequence_length": 64}
         saved = json.loads(json.dumps(Config.load(None, given).to_dict()))
-        assert Config.load(None, {**given, "train.precision": "auto"}).resumed(saved, "there").train.precision == "fp32"
+        again = Config.load(None, {**given, "train.precision": "auto"}).resumed(saved, "there")
+        assert again.train.precision == "fp32"
+        assert not again.changes
+
+    def test_the_same_command_again_is_no_change(self) -> None:
+        given = {"train.clip": "auto", "optimizer.warmup_steps": 3, "run.dir": "here", "offload.prefetch": "auto"}
+        was = Config.load(None, given).resolve(has_accelerator=False, max_positions=None)
+        was = was.with_resolved(train__clip="deferred", optimizer__warmup_steps=12, offload__prefetch=3)
+        assert not Config.load(None, given).resumed(json.loads(json.dumps(was.to_dict())), "there").changes
 
 
 @pytest.mark.parametrize(
@@ -435,7 +462,7 @@ checkpoint.every checkpoint.resume checkpoint.export
 def test_the_first_help_is_one_screen_of_the_main_settings(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Break: cut no text."""
+    """Break: cut no text; cut in the middle of a clause."""
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
         parse_config(["--help"], prog="python -m offload.train", description=DESCRIPTION)
@@ -445,6 +472,8 @@ def test_the_first_help_is_one_screen_of_the_main_settings(
     lines = shown.splitlines()
     assert len(lines) < 60, "one line for the prompt"
     assert max(map(len, lines)) <= min(columns, 110)
+    assert sum(line.endswith("...") for line in lines) <= 5
+    assert "--model.preset none            Named Llama-like shape" in shown, "a part of a list looks complete"
     with pytest.raises(SystemExit):
         parse_config(["--help-extra"], prog="python -m offload.train", description=DESCRIPTION)
     shown = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
         c for c in result.stdout if ord(c) < 32 and c != "\n"
     ]  # no terminal: no colours and no carriage returns
     assert "logits bit-equal" in result.stdout
+    begun = re.findall(r"(?m)^(reading|recording|comparing|running) .* \.\.\. \(after 0:\d\d\)$", result.stdout)
+    assert begun == ["reading", "recording", "comparing", "running"], "what comes before the first step"
     assert "sample:" in result.stdout
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -169,6 +172,7 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     ended = train("--run.dir", str(run), "--train.steps", str(steps + 3))
     assert ended.returncode == 0, ended.stderr
     assert f"resumed at step {steps} from {run}/checkpoints/step-{steps}" in ended.stdout
+    assert f"changed for this resume: train.steps is {steps + 3} and was 1000000\n" in ended.stdout
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 4))
     model = AutoModelForCausalLM.from_pretrained(run / "hf")

@@ -149,7 +149,7 @@ def test_a_larger_device_budget_is_a_change_for_the_host() -> None:
     assert initial.memory.shortfalls.keys() == {"cpu"}
     change = alternatives._larger_budgets(forecaster, initial)
     assert change.keys() == {"offload.device_memory"}
-    assert forecaster.predict(apply_change(initial.config, change), initial.hardware, times=False).fits
+    assert alternatives._fits(forecaster, initial, change)
 
 
 def misfit(**settings: Any) -> tuple[Forecaster, Forecast]:
@@ -186,7 +186,8 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     assert "was not tried" in str(error)
     with pytest.raises(DoesNotFitError) as raised, planned_advice(describe_misfit(found)):
         raise common(error)
-    assert str(raised.value).startswith(f"64 KiB too little. By the plan {shortage} No change")
+    missing = shortage.removeprefix("it does not fit: ")
+    assert str(raised.value).startswith(f"64 KiB too little. With all that a step needs, {missing} No change")
     assert is_common(raised.value), "one rank prints the error"
     with pytest.raises(DoesNotFitError, match="not tried"), planned_advice(""):
         raise DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")

@@ -159,6 +159,31 @@ def test_the_lane_that_compute_waits_for_most_comes_first(
     assert f"{lane} (busy for 40% of it)" in first.why
 
 
+def test_what_the_program_decided_is_not_advised(tmp_path: Path) -> None:
+    waits = [line(step, 0.5, lanes={"update": (0.2, 0.1), "collective": (0.1, 0.02)}) for step in range(1, 9)]
+    computes = [line(step, 0.5, lanes={}) for step in range(1, 9)]
+    recomputes = {"train": {"recompute": "always"}}
+    advised = "--train.clip", "--offload.zero_stage", "--train.recompute"
+    for is_decided in (False, True):
+        changes = ""
+        for name, lines, config in (("waits", waits, CONFIG), ("computes", computes, {**CONFIG, **recomputes})):
+            path = write_run(tmp_path / f"{name}-{is_decided}", lines, config=config)
+            settings = (path / "config.yaml").read_text()
+            if is_decided:
+                settings = settings.replace("clip: deferred", "clip: deferred  # resolved; by the first steps")
+                settings = settings.replace("recompute: always", "recompute: always  # resolved")
+                settings = settings.replace("offload:\n", "offload:\n  zero_stage: 3  # resolved\n")
+            (path / "config.yaml").write_text(settings)
+            changes += "; ".join(each.change for each in advise(RunRecord.read(path), figures_of(path)))
+        assert [flag in changes for flag in advised] == [not is_decided] * 3, changes
+
+
+@pytest.mark.parametrize("num_steps", [7, 8])
+def test_a_page_has_one_median_step(tmp_path: Path, num_steps: int) -> None:
+    figures = figures_of(write_run(tmp_path, [line(step, step / 10, lanes={}) for step in range(1, num_steps + 1)]))
+    assert figures.binding.step_s == figures.median.seconds
+
+
 def test_a_full_lane_is_not_told_to_begin_earlier(tmp_path: Path) -> None:
     path = write_run(tmp_path, [line(step, 0.5, lanes={"h2d": (0.49, 0.3)}) for step in range(1, 9)])
     first = advise(RunRecord.read(path), figures_of(path))[0]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from offload.app.config.sections import TrainSection
 from offload.app.telemetry.metrics import MetricsLog
-from offload.app.telemetry.progress import clock, make_progress
+from offload.app.telemetry.progress import STEP_LINE_S, clock, make_progress
 from offload.app.training.interrupts import StopSignals
+from offload.app.training.progress import RunProgress
 from offload.distributed.joining import open_comm
+from offload.engine.methods.result import StepResult
 
 STEP = {
     "step": 1,
@@ -45,6 +50,44 @@ def test_plain_lines_come_every_few_steps_without_control_characters() -> None:
     for part in ("loss 2.5000", "lr 1.00e-03", "12,346 tok/s", "device 6 MiB", "host 1 GiB", "eta 1:15"):
         assert part in lines[0]
     assert all(character.isprintable() for line in lines for character in line)
+
+
+def test_work_before_the_first_step_has_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("offload.app.telemetry.progress.ACTIVITY_LINE_S", 0.0)
+    progress = make_progress(10, stream)
+    for text in ("reading the weights", "recording the model"):
+        progress.show_activity(text)
+        while stream.getvalue().count(text) < 3:  # long work is told again
+            time.sleep(0.001)
+    progress.step(STEP, num_steps=25, eta_s=None)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert {line for line in lines if not line.startswith("step 1/25")} == {
+        "reading the weights ... (after 0:00)",
+        "recording the model ... (after 0:00)",
+    }
+
+
+def test_slow_steps_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0.0, STEP_LINE_S / 2)
+    monkeypatch.setattr("offload.app.telemetry.progress.time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    progress = make_progress(10**6, stream)
+    for step in range(5, 10):  # a resumed run
+        progress.step({**STEP, "step": step}, num_steps=25, eta_s=None)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["5/25", "7/25", "9/25"]
+
+
+def test_the_end_is_estimated_without_the_trials_of_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("offload.app.training.progress.time.monotonic", lambda: now[0])
+    progress = RunProgress(None, TrainSection(steps=5))
+    for step_s, own_s in ((62.0, 2.0), (2.0, 2.0)):
+        now[0] += step_s
+        fields = {"step_seconds": step_s, "loss": 1.0, "tokens_seen": 1}
+        progress.count_step(fields, cast("StepResult", SimpleNamespace(seconds=own_s, coarse=False)))
+        assert progress.eta_s == 2.0 * (5 - progress.num_done)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -89,7 +132,7 @@ def test_lines_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not [line for line in lines if "…" in line]
 
 
-def test_what_comes_before_the_first_step_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_the_first_step_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     streams = [Terminal(), io.StringIO()]
     for stream in streams:
@@ -97,7 +140,7 @@ def test_what_comes_before_the_first_step_is_shown_on_a_terminal_alone(monkeypat
         progress.show_activity("reading the weights")
         progress.show_activity("trying the model")
         progress.close()
-    assert ["reading the weights" in stream.getvalue() for stream in streams] == [True, False]
+    assert ["reading the weights" in stream.getvalue() for stream in streams] == [True, True]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])

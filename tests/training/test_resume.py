@@ -320,6 +320,25 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
+@pytest.mark.parametrize(
+    ("section", "export_bytes", "said"),
+    [
+        ({"every": None, "export": False}, 0, ""),
+        ({"every": None}, 10, ""),
+        ({"every": 1, "keep": 1, "export": False}, 0, "and up to 2 checkpoints of"),
+        ({"every": 1, "keep": 1}, 10, "and the export with up to 2 checkpoints of"),
+        ({"every": "auto", "export": False}, 0, "and up to 2 checkpoints"),
+    ],
+)
+def test_a_note_about_room_is_about_what_the_run_needs(
+    section: dict[str, Any], export_bytes: int, said: str, tmp_path: Path
+) -> None:
+    config = Config(checkpoint=section)
+    notes = list(trainable.DiskNeeds(export_bytes, 1 << 60).check(tmp_path, config, 0))
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
+
+
 @pytest.mark.slow
 def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ import transformers
 
 from offload.app import environment
 from offload.app.config.config import Config
+from offload.app.training.records import describe_streaming
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
@@ -320,3 +322,11 @@ def test_an_export_that_fails_in_any_way_leaves_the_states(
             run(name, checkpoint__every=None)
         assert "the export failed. The last step is done, and its states are saved" in capsys.readouterr().out
         assert export_command([str(tmp_path / name), str(tmp_path / f"{name}-export")]) == 0
+
+
+def test_the_states_on_the_host_are_told_without_copies_for_checkpoints() -> None:
+    last = {"d2h_bytes": 1, "h2d_bytes": 1, "peak_host_bytes": 9 << 20, "peak_device_bytes": 1 << 20}
+    engine: Any = SimpleNamespace(allocations=[("cpu", "weights", 1 << 20), ("cpu", "exp avg", 2 << 20)])
+    first, _ = describe_streaming(last, engine)
+    assert "3 MiB of states on the host" in first
+    assert describe_streaming(last, SimpleNamespace(allocations=[("device", "weights", 1)])) == []  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
 from itertools import chain
 from operator import attrgetter
@@ -110,6 +110,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: dict[str, str] = PrivateAttr(default_factory=dict)
+    _changes: list[str] = PrivateAttr(default_factory=list)
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -194,6 +195,11 @@ class Config(BaseModel):
         """Return {key: (value, origin)} for all keys, ready for JSON and for `resumed`."""
         return {key: (value, self.origin(key)) for key, value in self.items()}
 
+    @property
+    def changes(self) -> Sequence[str]:
+        """Settings with other values than in the resumed run, as "KEY is A and was B". Empty for a new run."""
+        return self._changes
+
     def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
         """Return a copy with every unset value taken from the run to resume.
 
@@ -212,11 +218,15 @@ class Config(BaseModel):
             is_set, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED_KEYS)
             if key in _MACHINE_KEYS or (self.optimizer.reset and key in _STATE_KEYS):
                 is_fixed = False
-            if is_set and is_fixed and own in (None, "auto"):
-                is_set = False
-            elif is_set and is_fixed and own != previous.get(key) and not _has_moved(key, previous.get(key)):
-                changed.append(f"{key} is {_show(own)} and was {_show(previous.get(key))}")
             is_resolved_again = origin == "resolved" and key in _MACHINE_KEYS
+            is_open = own in (None, "auto") and (is_fixed or origin == "resolved")
+            if is_set and is_fixed and is_open:
+                is_set = False
+            elif is_set and own != previous.get(key) and not (is_open or is_resolved_again or key in _PROCESS_KEYS):
+                is_refused = is_fixed and not _has_moved(key, previous.get(key))
+                (changed if is_refused else copy._changes).append(
+                    f"{key} is {_show(own)} and was {_show(previous.get(key))}"
+                )
             if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
                 is_resolved_again = True
             if changes_rule and key.startswith("optimizer.") and key not in _KEYS_OF_EVERY_RULE:
@@ -511,8 +521,9 @@ def _explain(error: ValidationError) -> str:
     unknown = [".".join(map(str, item["loc"][:2])) for item in problems if item["type"] == "extra_forbidden"]
     wrong = [item for item in problems if item["type"] != "extra_forbidden"]
     sentences = [unknown_keys(unknown)] if unknown else []
-    for item in wrong[:3]:
-        place = [str(part) for part in item["loc"]]
+    groups = _by_setting(wrong)
+    for items in groups[:3]:
+        item, place = items[0], [str(part) for part in items[0]["loc"]]
         key = ".".join(place[:2])
         if len(place) == 1:
             sentences.append(
@@ -520,12 +531,27 @@ def _explain(error: ValidationError) -> str:
                 f"{', '.join(Config.SECTIONS[key].model_fields)}."
             )
             continue
-        reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-        inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
+        first, *others = dict.fromkeys(map(_reason, items))
+        reason = ", or ".join([first, *(each.removeprefix("it should be ") for each in others)])
+        inner = f" ({'.'.join(place[2:])})" if len(place) > 2 and len(items) == 1 and item["type"] != "missing" else ""
         sentences.append(f"{key}{inner} is {_show(item['input'])}{_meant_value(key, item)}; {reason}.")
-    if len(wrong) > 3:
-        sentences.append(f"{len(wrong) - 3} more like these.")
+    if len(groups) > 3:
+        sentences.append(f"{len(groups) - 3} more like these.")
     return " ".join(sentences)
+
+
+def _by_setting(errors: Sequence[Any]) -> list[list[Any]]:
+    """Return the errors of each value together: a setting of several types has one error for each type."""
+    groups: dict[str, list[Any]] = {}
+    for item in errors:
+        groups.setdefault(repr((item["loc"][:2], item["input"])), []).append(item)
+    return list(groups.values())
+
+
+def _reason(item: Mapping[str, Any]) -> str:
+    """Return the reason of one error, without pydantic's words."""
+    text = str(item["msg"]).removeprefix("Value error, ").partition(", unable to parse")[0]
+    return text.replace("Input should be", "it should be").replace("Field required", "there are too few values")
 
 
 def _meant_value(key: str, item: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Separate from `command_line`, so an interrupt during the import of tyro and pyda
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import textwrap
 import typing
@@ -38,6 +39,7 @@ _COMMON_OPTIONS = {
 }
 """Options by name: (value in the help, default in the help, help text)."""
 _WIDTHS, _INDENT = (80, 110), 33  # columns of the first help (fewest, most), and of the names in it
+_LEAST_CLAUSE = 16  # characters of a clause that says something alone
 _UNSET = "\0"  # tyro parses the word None as None, so an absent option needs a value impossible to type
 
 
@@ -79,7 +81,7 @@ def first_help(prog: str, description: str, own: _Own) -> str:
     width = min(max(shutil.get_terminal_size((most, 60)).columns, fewest), most)
 
     def fit(text: str, indent: int = _INDENT) -> str:
-        return textwrap.shorten(text, width - indent, placeholder=" ...")
+        return text if len(text) <= width - indent else _whole_clauses(text, width - indent)
 
     lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", *textwrap.wrap(description, width), ""]
     for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
@@ -96,9 +98,21 @@ def first_help(prog: str, description: str, own: _Own) -> str:
             is_short = 3 * len(hint) < 2 * (width - _INDENT)
             choices = f"{hint} " if hint.startswith("{") and is_short and "true" not in hint else ""
             word = f"  --{name}.{key} {show(field.get_default())}"
-            about = fit(f"{choices}{str(field.description).partition('. ')[0].rstrip('.')}.")
+            sentence = f"{str(field.description).partition('. ')[0].rstrip('.')}."
+            has_room = len(choices) + len(sentence) <= width - _INDENT
+            about = fit(f"{choices if has_room else ''}{sentence}")
             lines.append(f"{word:<{_INDENT - 1}} {about}")
     return "\n".join(lines)
+
+
+def _whole_clauses(text: str, width: int) -> str:
+    """Return the beginning of a sentence up to the end of a clause, in `width` columns; else whole words and dots.
+
+    Several commas make a list, and a part of a list would look complete.
+    """
+    ends = r"[,:;] | \(" if text.count(", ") == 1 else r"[:;] | \("
+    places = [match.start() for match in re.finditer(ends, text) if _LEAST_CLAUSE <= match.start() < width]
+    return f"{text[: places[-1]]}." if places else textwrap.shorten(text, width, placeholder=" ...")
 
 
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:

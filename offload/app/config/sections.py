@@ -465,7 +465,7 @@ class TrainSection(Section):
     early_stopping_min_delta: Rate = 0.0
     """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
     log_every: Count = 10
-    """Print a line every this many steps (a terminal shows every step)."""
+    """Print a line every this many steps, and every half minute (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
 
     @property

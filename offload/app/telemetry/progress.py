@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from typing import Any, TextIO
 
 from offload.errors import format_bytes
 
+ACTIVITY_LINE_S = 60.0
+"""Seconds between two lines about the same work before the first step."""
+STEP_LINE_S = 30.0
+"""Seconds from which a step has a line whatever its number."""
 _BAR = 12  # columns of the progress bar
 
 
@@ -23,7 +28,7 @@ class Progress:
         """Print a permanent line."""
 
     def show_activity(self, text: str) -> None:
-        """Show the work before the first step, if the output can be erased later."""
+        """Show the work that has begun, up to the first step. Later work is shown by the steps."""
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         """Show a finished step. `fields` is its metrics.jsonl line."""
@@ -80,18 +85,48 @@ def clock(seconds: float) -> str:
 
 
 class PlainProgress(Progress):
-    """Flushed lines without control characters, for files and pipes."""
+    """Flushed lines without control characters, for files and pipes.
+
+    Work before the first step has a line when it begins, and one a minute. Steps have a line every `log_every` steps,
+    and every half minute.
+    """
 
     def __init__(self, log_every: int, stream: TextIO) -> None:
         self._log_every = log_every
         self._stream = stream
+        self._began_s = self._last_line_s = time.monotonic()
+        self._activity = ""
+        self._is_over = threading.Event()
 
     def say(self, text: str) -> None:
-        print(printable(text, self._stream), file=self._stream, flush=True)
+        # One write, because the lines of a thread may come between two.
+        print(f"{printable(text, self._stream)}\n", end="", file=self._stream, flush=True)
+
+    def show_activity(self, text: str) -> None:
+        if self._is_over.is_set():
+            return
+        is_first, self._activity = not self._activity, text
+        self._say_activity()
+        if is_first:
+            threading.Thread(target=self._repeat_activity, name="progress", daemon=True).start()
+
+    def _say_activity(self) -> None:
+        self.say(f"{self._activity} ... (after {clock(time.monotonic() - self._began_s)})")
+
+    def _repeat_activity(self) -> None:
+        while not self._is_over.wait(ACTIVITY_LINE_S):
+            self._say_activity()
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
-        if fields["step"] == 1 or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
+        is_first = not self._is_over.is_set()
+        self._is_over.set()
+        is_due = time.monotonic() - self._last_line_s >= STEP_LINE_S
+        if is_first or is_due or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
+            self._last_line_s = time.monotonic()
             self.say(describe(fields, num_steps, eta_s))
+
+    def close(self) -> None:
+        self._is_over.set()
 
 
 class LiveProgress(Progress):

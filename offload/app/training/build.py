@@ -299,7 +299,6 @@ def make_run(
         )
         say(f"note: {why}: conversations are not packed. {data.rows_description}")
     config = config.with_resolved(data__group_by_length=data.by_length)
-    doing("trying the model, and taking the first step")
     return Run(
         config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
     )
@@ -333,8 +332,8 @@ def _decide_placement(
     """Decide the placement of states, on rank 0 for all ranks.
 
     Return the configuration, the forecast and the shortage (`RunForecast.misfit`). The forecast exists on rank 0 only.
-    None: unknown. `note_later` receives the reason for a missing forecast. The caller shows the reason only if the
-    engine starts, because an engine error would say the same. Collective.
+    None: unknown. `note_later` receives the shortage, or the reason for a missing forecast. The caller shows these only
+    if the engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.num_far:
@@ -362,7 +361,7 @@ def _decide_placement(
             )
     decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
     if decided[1]:
-        note(decided[1])
+        note_later(f"by the plan the run does not fit. {decided[1]}")
     config, misfit = comm.from_rank(0, decided, "placement")
     return config, forecast, misfit
 

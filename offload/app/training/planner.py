@@ -93,7 +93,7 @@ def planned_advice(misfit: str) -> Iterator[None]:
         yield
     except DoesNotFitError as error:
         if misfit:
-            error.advise(f"{misfit[0].upper()}{misfit[1:]}")
+            error.advise(misfit)
         raise
 
 

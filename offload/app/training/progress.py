@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.app.config.sections import TrainSection
+from offload.engine.methods.result import StepResult
 
 
 @dataclass
@@ -52,11 +53,14 @@ class RunProgress:
         self.last: Mapping[str, Any] = {}
         """metrics.jsonl fields for the last step in this process."""
         self._train, self._before_s, self._started_s = train, saved["seconds"], time.monotonic()
+        self._preparation_s = 0.0
 
-    def count_step(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
+    def count_step(self, fields: Mapping[str, Any], result: StepResult) -> None:
+        if self.num_done == self.first_step:  # the trials of the model come once
+            self._preparation_s = max(0.0, fields["step_seconds"] - result.seconds)
         self.num_tokens = fields["tokens_seen"]
         self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
-        self.num_coarse += is_coarse
+        self.num_coarse += result.coarse
 
     def record_evaluation(self, loss: float) -> None:
         """Record an evaluation after the last step."""
@@ -98,9 +102,13 @@ class RunProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds to the end: by step count or time limit, whichever comes first. None: no limit."""
+        """Estimated seconds to the end: by step count or time limit, whichever comes first. None: no limit.
+
+        The trials before the first step are left out of the mean time of a step.
+        """
         ends = [] if self._train.max_seconds is None else [self._train.max_seconds - self.elapsed_s]
         if self._train.steps is not None:
-            a_step = (self.elapsed_s - self._before_s) / (self.num_done - self.first_step)
+            in_steps_s = self.elapsed_s - self._before_s - self._preparation_s
+            a_step = in_steps_s / (self.num_done - self.first_step)
             ends.append((self._train.steps - self.num_done) * a_step)
         return max(0.0, min(ends)) if ends else None

@@ -164,14 +164,16 @@ def describe_tiers(engine: Engine, config: Config, folder: Path) -> str:
     return text
 
 
-def describe_streaming(last: Mapping[str, Any]) -> list[str]:
+def describe_streaming(last: Mapping[str, Any], engine: Engine) -> list[str]:
     """Return lines about streaming for the end of a run. Empty: all states were on the device.
 
-    `last`: fields from the last metrics.jsonl line.
+    `last`: fields from the last metrics.jsonl line. The host peak there also has copies for checkpoints and inputs of
+    units; `engine` holds only the states now.
     """
     sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
     has_disk = last.get("nvme_read_bytes", 0) > 0
-    host_bytes = last.get("peak_host_bytes", 0) - last.get("graphs_on_host_bytes", 0)
+    host_bytes = sum(num_bytes for where, _, num_bytes in engine.allocations if where == HOST)
+    host_bytes -= last.get("graphs_on_host_bytes", 0)
     if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
         return []
     disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""

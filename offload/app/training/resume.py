@@ -77,6 +77,8 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
                 start_point = find_start(config, broken)
                 if not start_point.folders:
                     start_point.config.check_source()
+                if start_point.config.changes:
+                    say(f"changed for this resume: {'; '.join(start_point.config.changes)}")
                 folder.check(start_point.config, resumes=bool(start_point.folders))
                 if start_point.config.checkpoint.export:
                     check_export_folder(folder.hf, replace=True)

@@ -22,7 +22,7 @@ from offload.app.training.parts import make_update_rule
 from offload.app.training.resume import ResumePoint
 from offload.doors import Door
 from offload.engine.engine import Engine
-from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.files.directories import free_bytes
 
 
@@ -260,15 +260,16 @@ class DiskNeeds:
                 f"bytes), {self.export_bytes - free} bytes more. Make room, set --run.dir to a folder on another disk, "
                 "or leave the export out with --checkpoint.export false."
             )
-        num = 1  # for a stop request
-        if section.every is not None:  # the next one is written before the oldest is removed
-            num += section.keep or 1
+        # One more for a stop request; the next one is written before the oldest is removed. Without regular checkpoints
+        # only a stop request saves, and a run to the end needs no room.
+        num = 0 if section.every is None else 1 + (section.keep or 1)
         if section.keep is None and isinstance(section.every, int) and config.train.steps:
             num = math.ceil((config.train.steps - num_done) / section.every)
         num += section.keep_best
         if free < (needed := self.export_bytes + num * self.states_bytes):
+            export = "the export with " if self.export_bytes else ""
             yield (
-                f"note: {location}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
-                f"needs {format_bytes(needed)}: some checkpoints may not be saved. Make room, set --run.dir to a "
-                "folder on another disk, or lower --checkpoint.keep."
+                f"note: {location}, and {export}up to {counted(num, 'checkpoint')} of "
+                f"{format_bytes(self.states_bytes)} need {format_bytes(needed)}: some checkpoints may not be saved. "
+                "Make room, set --run.dir to a folder on another disk, or lower --checkpoint.keep."
             )

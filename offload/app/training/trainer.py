@@ -141,6 +141,7 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
         self._open_engine = run.engine
+        run.engine.tell_stages(self._progress.show_activity)
         folders = () if run.meta is None else start.folders
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})
@@ -216,7 +217,7 @@ class Trainer:
                 self.config = self._records.decide(self.config, self._engine)
             fields = step_fields(progress, self._data.num_tokens(step), result, end - begin, self._engine, self.config)
             fields |= self._objective.loss_metrics(self._comm) | mark | self._saves.take_stalled()
-            progress.count_step(fields, is_coarse=result.coarse)
+            progress.count_step(fields, result)
             self._records.step(fields, begin, end, self._engine)
             self._callbacks.end_step(fields)
             if evaluations.is_due and not self._stop.is_agreed(self._comm):  # a stop saves first
@@ -337,7 +338,7 @@ class Trainer:
                 f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
             )
         self._callbacks.notify("on_train_end", export=exported)
-        self._say(*describe_streaming(progress.last))
+        self._say(*describe_streaming(progress.last, self._engine))
         self._close_engine()
         with share_failure(comm, "check of the export"):
             if self._is_first and exported is not None:

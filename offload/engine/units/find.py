@@ -211,8 +211,9 @@ def describe_parameters(
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
         raise ConfigError(
             f"offload.frozen_weights is {frozen_weights}, but the model has no frozen weights for this format: "
-            f"matrices in blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before "
-            "Engine(), or set --offload.frozen_weights exact."
+            f"matrices in blocks with {LEAST_NUMEL} elements or more. Train an adapter over them (--lora.rank), "
+            "freeze them (--optimizer.freeze; in Python requires_grad=False before Engine()), or set "
+            "--offload.frozen_weights exact."
         )
     if link_weights != EXACT.name and all(info.link is EXACT for info in infos):
         raise ConfigError(

@@ -122,13 +122,18 @@ class Forecast:
         return not self.refusal and not self.memory.shortfalls
 
     @property
-    def shortage(self) -> str:
-        """Sentence about the missing memory, or the reason for refusal."""
+    def missing(self) -> str:
+        """Missing memory by tier; empty: none, or a refusal."""
         short = " and ".join(
             f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
             for tier, num_bytes in self.memory.shortfalls.items()
         )
-        return f"it does not fit: {short} too few." if short else f"it does not fit: {self.refusal}"
+        return f"{short} too few." if short else ""
+
+    @property
+    def shortage(self) -> str:
+        """Sentence about the missing memory, or the reason for refusal."""
+        return f"it does not fit: {self.missing or self.refusal}"
 
     @property
     def total_ranks(self) -> int:

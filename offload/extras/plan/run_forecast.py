@@ -123,12 +123,16 @@ def describe_fix(prediction: Forecast) -> str:
 
 
 def describe_misfit(prediction: Forecast) -> str:
-    """Return the shortage and the smallest change that fits; empty if the run fits."""
+    """Return the memory missing in a step, and the smallest change that fits; empty if the run fits.
+
+    The text follows the error of an engine, with the memory of the states alone or the reason of a refusal.
+    """
     if prediction.fits:
         return ""
     fix = describe_fix(prediction)
+    missing = f"With all that a step needs, {prediction.missing} " if prediction.missing else ""
     listed = "" if prediction.fix else " `offload plan` lists the memory."
-    return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}{listed}"
+    return f"{missing}{fix[0].upper()}{fix[1:]}{listed}"
 
 
 def describe_forecast(prediction: Forecast) -> str:

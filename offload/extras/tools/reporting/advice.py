@@ -77,7 +77,7 @@ def _computes(run: RunRecord, binding: Binding) -> Advice:
     why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step"
     if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
         return Advice("--train.precision bf16", f"{why}; it computes in fp32")
-    if run.setting("train.recompute") == "always":
+    if run.setting("train.recompute") == "always" and not run.is_decided("train.recompute"):
         return Advice(
             "--train.recompute auto", f"{why}; activations are recomputed, even those that would fit in memory"
         )
@@ -105,7 +105,8 @@ def _remedy(run: RunRecord, lane: LaneShare, binding: Binding) -> str:
         if run.setting("offload.device_memory") is not None and lane.busy_s < _FULL * binding.step_s:
             remedies.append("More --offload.device_memory: more weights stay on the device, others are fetched earlier")
     elif lane.name == "update":
-        if run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None:
+        waits = run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None
+        if waits and not run.is_decided("train.clip"):
             remedies.append("--train.clip speculative: updates begin in the backward")
         rule = RULE_SETTINGS.get(str(run.setting("optimizer.name")))
         if rule is not None and "states" in rule.keys and run.setting("optimizer.states") == "fp32":
@@ -113,7 +114,7 @@ def _remedy(run: RunRecord, lane: LaneShare, binding: Binding) -> str:
     elif lane.name in DISK_LANES:
         remedies.append("More --offload.host_memory: fewer states on disk")
         remedies.append("folders on more disks in --offload.nvme_dir")
-    elif lane.name == "collective":
+    elif lane.name == "collective" and not run.is_decided("offload.zero_stage"):
         remedies.append("A lower --offload.zero_stage, if memory holds it")
     remedies.append("more tokens a step (--train.batch_size) over the same bytes")
     text = "; or ".join(remedies)

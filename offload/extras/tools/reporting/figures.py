@@ -184,7 +184,7 @@ def _binding(steps: Sequence[Mapping[str, Any]]) -> Binding | None:
     return Binding(
         busiest.name,
         busiest.busy_s,
-        statistics.median(float(fields["step_seconds"]) for fields in steps),
+        statistics.median_low(float(fields["step_seconds"]) for fields in steps),  # that of the median step
         lanes,
         statistics.median(outside) if outside else 0.0,
         bool(others) and all(each.exposed_s >= _ON_THE_THREAD * each.busy_s for each in others),

@@ -10,6 +10,7 @@ import json
 import math
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,8 @@ class RunRecord:
     path: Path
     config: Mapping[str, Any]
     """Setting sections from config.yaml."""
+    decided: frozenset[str]
+    """Settings decided by the program, by the comments in config.yaml, as `section.field`."""
     plan: Mapping[str, Any]
     env: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
@@ -79,6 +82,7 @@ class RunRecord:
         return cls(
             path,
             _mapping(path / "config.yaml", yaml.safe_load, notes),
+            _decided(path / "config.yaml"),
             _mapping(path / "plan.json", json.loads, notes),
             env,
             _lines(path / METRICS, notes),
@@ -92,6 +96,10 @@ class RunRecord:
         section, _, field = key.partition(".")
         values = self.config.get(section)
         return values.get(field) if isinstance(values, Mapping) else None
+
+    def is_decided(self, key: str) -> bool:
+        """Return True if the program decided the value: no advice then."""
+        return key in self.decided
 
 
 def number(fields: Any, *keys: str) -> float | None:
@@ -115,6 +123,19 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
             return content
         notes.append(f"{path.name} does not hold a mapping.")
     return {}
+
+
+def _decided(path: Path) -> frozenset[str]:
+    """Return the settings with the comment "resolved" (`Config.to_yaml`)."""
+    keys, section = [], ""
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, rest = line.partition(":")
+            if not line.startswith(" "):
+                section = name
+            elif rest.rpartition("# ")[2].startswith("resolved"):
+                keys.append(f"{section}.{name.strip()}")
+    return frozenset(keys)
 
 
 def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
