@@ -130,7 +130,8 @@ class Engine(StateAccess):
         """
         self._state.ownership.engine = self
         if self.comm.size == 1:
-            self._state.ownership.read_as_given(self.model, self._state.dtypes)
+            self._state.ownership.read_as_given(self._state.dtypes)
+        self._state.ownership.save_as_given(self.model, self._state.caches.with_original_flags)
 
     # -- a step ----------------------------------------------------------------------------------------------
 

@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 import offload
 from tests.engine.device import cpu_only
-from tests.integrations.plain import PLACEMENT, needs, offload_trainer
+from tests.integrations.plain import PLACEMENT, letters, llama, needs, offload_trainer, plain_trainer, reset_accelerate
+from tests.matrix import quick
 
-needs("accelerate")
+needs("accelerate", "peft")
 pytestmark = cpu_only("accelerate does not know the simulated accelerator")
+
+from accelerate import Accelerator  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
+from tests.training.test_read_back import contents  # noqa: E402
 
 STREAMED = "model.layers.0.mlp.up_proj.weight"
 READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -83,7 +88,9 @@ def test_a_model_given_in_fp32_is_read_and_saved_in_fp32(way: str, tmp_path: Pat
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in masters.items())
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (config["dtype"], config["use_cache"]) == ("float32", way != "trainer"), "the Trainer turns the cache off"
+    assert not model.config.use_cache, "units stream without a cache"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(value, masters[name]) for name, value in loaded.named_parameters())
     engine.close(restore=True)
@@ -115,3 +122,49 @@ def test_an_interrupted_forward_leaves_fp32_to_the_script(place: str, tmp_path: 
     handle.remove()
     assert torch.equal(model.state_dict()[STREAMED], masters[STREAMED])
     engine.close()
+
+
+def saved(way: str, folder: Path, *, bf16: bool, adapted: bool, offloads: bool) -> Path:
+    """Return the folder that a script saves after a step, with or without an engine."""
+    reset_accelerate()
+    tokenizer = letters()  # the end (1) is not the end of the model
+    model: Any = llama(eos_token_id=0, tie_word_embeddings=True)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    if way == "trainer":
+        make, kind = (offload_trainer, OffloadTrainer) if offloads else (plain_trainer, Trainer)
+        trainer = make(folder, model, kind, max_steps=1, bf16=bf16, kwargs={"processing_class": tokenizer})
+        trainer.train()
+        trainer.save_model(str(folder))
+        return folder
+    more: dict[str, Any] = {"offload": {"placement": PLACEMENT}} if offloads else {}
+    accelerator = (OffloadAccelerator if offloads else Accelerator)(
+        cpu=True, mixed_precision="bf16" if bf16 else "no", **more
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.arange(8)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    accelerator.unwrap_model(model).save_pretrained(folder, max_shard_size="20KB")  # with an index
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CASES = [
+    (way, bf16, adapted) for way in ("trainer", "accelerate") for bf16 in (True, False) for adapted in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "bf16", "adapted"), quick(CASES, [("trainer", False, False), ("accelerate", True, False)])
+)
+def test_every_key_that_a_script_saves_is_as_without_an_engine(
+    way: str, bf16: bool, adapted: bool, tmp_path: Path
+) -> None:
+    """Files, configurations, tokenizer, index, and the dtype of each stored weight."""
+    ours, theirs = (
+        contents(saved(way, tmp_path / name, bf16=bf16, adapted=adapted, offloads=name == "ours"))
+        for name in ("ours", "theirs")
+    )
+    assert ours == theirs

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from offload.errors import ConfigError, OffloadError, shorten, warn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -263,28 +263,32 @@ class ModelOwnership:
             for each in self.placeholders:
                 past_subclasses(setattr, each, "grad", None)
 
-    def read_as_given(self, model: nn.Module, dtypes: Sequence[torch.dtype]) -> None:
+    def read_as_given(self, dtypes: Sequence[torch.dtype]) -> None:
         """Let scripts read master weights in fp32, where the model had fp32 and computes in another dtype.
 
         `dtypes`: parameter dtypes of the original model. The forward of the model reads the compute dtype as before.
         """
-        for placeholder, given in zip(self.placeholders, dtypes, strict=True):
-            info, stand_in = placeholder.info, cast(OffloadedTensor, placeholder)
-            if given == torch.float32 != DTYPES[info.compute]:
-                stand_in.master = cast(OffloadedTensor, make_placeholder(info, given, stand_in.place, self))
+        for stand_in, given in zip(cast(list[OffloadedTensor], self.placeholders), dtypes, strict=True):
+            if given == torch.float32 != stand_in.dtype:
+                stand_in.master = cast(OffloadedTensor, make_placeholder(stand_in.info, given, stand_in.place, self))
+
+    def save_as_given(self, model: nn.Module, original: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let `save_pretrained` of the model write the original configuration, shown during the context `original`."""
         if hasattr(type(model), _SAVE) and _SAVE not in vars(model):
-            vars(model)[_SAVE] = partial(self._call_over_placeholders, getattr(model, _SAVE))
+            vars(model)[_SAVE] = partial(self._call_as_given, getattr(model, _SAVE), original)
             self._handles.append(_Override(ref(model)))
 
-    def _call_over_placeholders(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_as_given(
+        self, function: Callable[..., Any], original: Callable[[], AbstractContextManager[None]], *args: Any, **kw: Any
+    ) -> Any:
         """Call a function while every parameter of the model is a placeholder, also in units on the device.
 
         transformers writes the dtype of the first parameter to config.json.
         """
-        with ExitStack() as shown:
+        with original(), ExitStack() as shown:
             for unit in _living(self._units):
                 shown.enter_context(unit.showing({p.parameter: self.placeholders[p.parameter] for p in unit.places}))
-            return function(*args, **kwargs)
+            return function(*args, **kw)
 
     def is_in_model(self) -> bool:
         """True while the engine or a module of the model runs in this thread.
