@@ -162,30 +162,32 @@ class EquivalenceChecks:
         return True
 
     def _refuse_sums(self, inputs: PassInputs, sample: Batch) -> None:
-        """Raise ConfigError if the losses from the ranks' rows do not add up to the whole batch's loss.
-
-        No check for token batches: label weights are known for text. No check either for labelled batches without a row
-        split, because the model's own loss defines the label weights.
-        """
-        if is_token_batch(sample, check_batch(sample)):
-            return
-        difference = inputs.form.obstacle
-        if difference and all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks):
-            return
-        if not difference:
-            mode = self._state.execution_mode
-            before = mode.cut
-            mode.change(cut="calls")
-            try:
-                difference = self._compare(inputs, sample, cuts=True).difference
-            finally:
-                mode.change(cut=before)
-        if difference:
+        """Raise ConfigError if the losses from the ranks' rows do not add up to the whole batch's loss."""
+        if difference := inputs.rule.obstacle or self._find_difference_of_sums(inputs, sample):
             raise ConfigError(
                 f"each of {len(inputs.plan.ranks)} ranks has a part of the batch, but their losses cannot be combined, "
                 f"since the loss of a few rows is not a mean over rows: {difference}. Write your own loop: scale the "
                 "loss as needed, and call engine.backward(loss) and engine.update()."
             )
+
+    def _find_difference_of_sums(self, inputs: PassInputs, sample: Batch) -> str:
+        """Return the difference between the loss of the sample and the sum over its rows. Empty: none.
+
+        No check for token batches: label weights are known for text. No check either for labelled batches without a row
+        split, because the model's own loss defines the label weights.
+        """
+        if is_token_batch(sample, check_batch(sample)):
+            return ""
+        if inputs.form.is_whole:
+            is_labelled = all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks)
+            return "" if is_labelled else inputs.form.obstacle
+        mode = self._state.execution_mode
+        before = mode.cut
+        mode.change(cut="calls")
+        try:
+            return self._compare(inputs, sample, cuts=True).difference
+        finally:
+            mode.change(cut=before)
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
         is_whole, has_chunks = self._state.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0

@@ -229,6 +229,7 @@ class Steps:
             if is_recorded and state.attention.check(state, inputs):
                 self.trial_runs.forget_traffic()
             state.attention.begin_pass(inputs.plan.needs_mask)
+            self._check_parts(inputs)
             if is_recorded or is_due:
                 self.tell("running the first pass")
             self.trial_runs.is_complete = True
@@ -284,9 +285,15 @@ class Steps:
         inputs = self.trial_runs.on_batch(inputs, departed)
         if mode.cut == "units" and state.comm.any(not self.splits, "splitting of batches"):
             mode.change(cut="calls")
-        if inputs.form.is_whole and (self._micro_rows is not None or self._num_passes > 1):
-            self._stay_whole(inputs.form.obstacle)
+        self._check_parts(inputs)
         return inputs
+
+    def _check_parts(self, inputs: PassInputs) -> None:
+        """Stop splitting batches if the rows, or the losses of the parts, do not allow it."""
+        has_losses = self._num_passes > 1 or self._state.execution_mode.cut == "calls"
+        obstacle = inputs.form.obstacle or (inputs.rule.obstacle if has_losses else "")
+        if obstacle and (self._micro_rows is not None or self._num_passes > 1):
+            self._stay_whole(obstacle)
 
     @property
     def splits(self) -> bool:
@@ -295,7 +302,7 @@ class Steps:
         return all(variant.splits for variant in variants if variant.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
-        """Stop splitting batches: the model does not run on a few rows alone."""
+        """Stop splitting batches: the model does not run on a few rows alone, or the loss has other weights there."""
         if self._state.execution_mode.cut != "whole":
             before = copy(self._state.execution_mode)
             self._state.execution_mode.change(cut="whole")

@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn import functional
 
 from offload import Engine, MeZO, Placement
+from offload.engine.loss.label_trials import find_other_weights
+from offload.engine.loss.loss import LossRule
 from offload.engine.units.activation_offload import CHECKPOINTS
 from offload.errors import ConfigError
 from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, assert_weights, placed, weights
 from tests.engine.device import set_seed
 from tests.engine.families import bert, build, gpt2, llama, t5, tokens
-from tests.engine.inside import updating_device
+from tests.engine.inside import steps_of, updating_device
 from tests.engine.reference import Reference, count_labels, count_shifted
 
 ROWS = 4
@@ -98,6 +100,100 @@ def test_rows_that_are_mixed_stay_in_one_pass(normed: bool, loss_fn: Callable[..
             found.append((results, weights(engine)))
     assert found[1][0] == found[0][0]
     assert_same(found[1][1], found[0][1])
+
+
+Losses = Mapping[str, tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]]
+
+
+def over_tokens(outputs: torch.Tensor, labels: torch.Tensor, **told: Any) -> torch.Tensor:
+    return functional.cross_entropy(outputs[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **told)
+
+
+def over_rows_of_means(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return a mean over the rows with a target."""
+    rows = [functional.cross_entropy(o[:-1], t[1:]) for o, t in zip(outputs, labels, strict=True) if (t[1:] >= 0).any()]
+    return torch.stack(rows).mean()
+
+
+def masked(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a mean over a mask beside the labels."""
+    each = over_tokens(outputs, batch["labels"], reduction="none").view(len(outputs), -1)
+    return (each * batch["mask"][:, 1:]).sum() / batch["mask"][:, 1:].sum()
+
+
+TOKENS = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(1))
+CLASSES = torch.tensor([1, 1])
+MASK = (torch.arange(12) % 3 > 0).view(2, 6)
+WEIGHTS = torch.tensor([0.1, 1, 1, 0.1, 1, 0.1, 1, 5.0])
+OTHER: Losses = {
+    "class weights": (lambda o, b: over_tokens(o, b["labels"], weight=WEIGHTS), {"labels": TOKENS}),
+    "class weights over rows": (
+        lambda o, b: functional.cross_entropy(o[:, 0], b["labels"], weight=WEIGHTS),
+        {"labels": CLASSES},
+    ),
+    "mean over rows": (lambda o, b: over_rows_of_means(o, b["labels"]), {"labels": TOKENS}),
+    "sum": (lambda o, b: over_tokens(o, b["labels"], reduction="sum"), {"labels": TOKENS}),
+}
+"""Losses that are no mean over targets, with a batch. Rows have equal numbers of targets."""
+MEANS: Losses = {
+    "tokens": (lambda o, b: over_tokens(o, b["labels"]), {"labels": TOKENS}),
+    "label smoothing": (lambda o, b: over_tokens(o, b["labels"], label_smoothing=0.1), {"labels": TOKENS}),
+    "and all logits": (lambda o, b: over_tokens(o, b["labels"]) + o.square().mean(), {"labels": TOKENS}),
+    "classes": (lambda o, b: functional.cross_entropy(o[:, 0], b["labels"]), {"labels": CLASSES}),
+    "bf16": (lambda o, b: over_tokens(o, b["labels"]).bfloat16(), {"labels": TOKENS}),
+    "a mask": (masked, {"labels": TOKENS, "mask": MASK}),
+    "shifted labels": (lambda o, b: over_tokens(o, b["shift_labels"]), {"labels": TOKENS, "shift_labels": TOKENS}),
+    "classes as integers": (
+        lambda o, b: functional.binary_cross_entropy_with_logits(o[:, 0, :6], (b["labels"] > 3).float()),
+        {"labels": TOKENS},
+    ),
+    "regression": (lambda o, b: functional.mse_loss(o[:, 0, :6], b["labels"] * 1.0), {"labels": TOKENS}),
+    "one-hot": (
+        lambda o, b: -(o[:, 0].log_softmax(-1) * functional.one_hot(b["labels"], 8)).sum(-1).mean(),
+        {"labels": CLASSES},
+    ),
+    "random numbers": (lambda o, b: over_tokens(o + torch.randn_like(o), b["labels"]), {"labels": TOKENS}),
+}
+"""Losses that train right in parts, as far as the labels tell."""
+
+
+@pytest.mark.parametrize("name", [*OTHER, *MEANS])
+def test_a_loss_that_is_no_mean_over_targets_is_found(name: str) -> None:
+    """Break: labels of one kind, or parts of equal size; for MEANS: leave out the comparison with rows alone."""
+    loss_fn, batch = (OTHER | MEANS)[name]
+    outputs = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
+
+    def cut(row: int, labels: torch.Tensor) -> torch.Tensor:
+        rows = slice(row, row + 1)
+        return loss_fn(outputs[rows], {**{key: value[rows] for key, value in batch.items()}, "labels": labels})
+
+    rule = LossRule(shifts=batch["labels"].dim() > 1)
+    torch.manual_seed(0)
+    found = find_other_weights(batch, rule, partial(loss_fn, outputs), cut, bool)
+    assert bool(found) == (name in OTHER)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cut"),
+    [({"passes": 2}, "units"), ({"micro_batch_size": 2}, "calls"), ({"micro_batch_size": 2}, "units")],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_class_weights_stay_in_one_pass(seed: int, settings: dict[str, int], cut: str) -> None:
+    """The rows of some first batches hide the weights. Units that cut rows keep one loss. Break: leave out the trials
+    of weights.
+    """
+    weights_of_classes = torch.ones(64).index_fill(0, torch.arange(32), 0.1)
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return over_tokens(outputs.logits, batch["labels"], weight=weights_of_classes.to(outputs.logits.device))
+
+    loss, norm = Reference(build(llama), max_grad_norm=None).step(tokens(seed, ROWS), loss_fn)
+    with Engine(build(llama), max_grad_norm=None, **settings) as engine:
+        steps_of(engine)._state.execution_mode.change(cut=cut)
+        said = pytest.warns(UserWarning, match=r"cannot be split by rows: the loss of \d+ targets is")
+        with nullcontext() if settings == {"micro_batch_size": 2} and cut == "units" else said:
+            result = engine.step(tokens(seed, ROWS), loss_fn)
+        assert (float(result.loss), result.grad_norm) == (float(loss), pytest.approx(norm, rel=1e-6))
 
 
 def test_graphs_of_the_caller_end_after_the_last_pass() -> None:

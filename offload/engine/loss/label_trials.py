@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ def find_base_model(model: nn.Module) -> nn.Module | None:
     while isinstance(below := getattr(base_model, "base_model", None), nn.Module) and below is not base_model:
         base_model = below
     return None if base_model is model else base_model
+
+
+_WEIGHT_TRIALS = 6
+"""Trials of `find_other_weights`. One can hide weights by chance: two parts may have equal mean weights."""
 
 
 class LabelTrials:
@@ -93,6 +98,80 @@ def _label_sets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the labels without ignored positions, and labels that differ from these everywhere."""
     one = labels.masked_fill(labels == IGNORED, 0)
     return one, torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
+
+
+def find_other_weights(
+    batch: Batch,
+    rule: LossRule,
+    loss_of: Callable[[Batch], torch.Tensor],
+    cut: Callable[[int, torch.Tensor], torch.Tensor],
+    any_rank: Callable[[bool], bool],
+) -> str:
+    """Return the reason why a loss is no mean over targets, such as class weights or a mean over rows. Empty: none.
+
+    Rows with equal numbers of targets, or with equal labels, hide the weights. So each trial has labels of two kinds,
+    mixed at random, in two parts of unequal size, each alone with the other part ignored. A difference counts only if
+    the loss takes ignored labels as the engine does: a row whose other rows are ignored then has the loss of this row
+    alone. Otherwise the loss has a mask of its own, or other targets.
+
+    `loss_of`: the loss with other labels over the same outputs. `cut(row, labels)`: the loss of one row alone, with
+    labels [1, ...]. `any_rank`: True if true on some rank. Collective.
+    """
+    labels = labels_of(batch)
+    if labels is None or labels.is_floating_point() or labels.dim() > 2 or len(labels) < 2:
+        return ""
+    generator, (one, other) = torch.Generator("cpu").manual_seed(0), _label_sets(labels)
+    is_target = torch.ones(labels.shape, dtype=torch.bool, device="cpu")
+    if rule.shifts:
+        is_target[:, :1] = False
+    targets = is_target.flatten().nonzero()[:, 0]
+    if len(targets) < 2:
+        return ""
+
+    def loss(trial_labels: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        masked = trial_labels.masked_fill(~kept.to(labels.device), IGNORED)
+        return _or_nan(lambda: loss_of({**batch, "labels": masked}))
+
+    text, mixed = "", one
+    for _ in range(_WEIGHT_TRIALS):
+        is_one = torch.rand(labels.shape, generator=generator, device="cpu") < 0.5
+        mixed = torch.where(is_one.to(labels.device), one, other)
+        size = 1 + int(torch.randint(max(1, len(targets) // 3), (), generator=generator, device="cpu"))
+        places = targets[torch.randperm(len(targets), generator=generator, device="cpu")[:size]]
+        part = torch.zeros_like(is_target).flatten().index_fill(0, places, True).view_as(is_target)
+        whole, again = loss(mixed, is_target), loss(mixed, is_target)
+        share = size / len(targets)
+        parts = loss(mixed, part) * share + loss(mixed, is_target & ~part) * (1 - share)
+        if not text and float(whole) == float(again) and _differ(whole, parts):
+            text = (
+                f"the loss of {len(targets)} targets is {float(whole):.6g}, but {float(parts):.6g} as the mean of two "
+                f"parts with {size} and {len(targets) - size} targets"
+            )
+    if not any_rank(bool(text)):
+        return ""
+    is_alike = True
+    for row in range(len(labels)):
+        in_row = torch.zeros_like(is_target)
+        in_row[row] = is_target[row]
+        masked, alone = loss(mixed, in_row), _or_nan(partial(cut, row, mixed[row : row + 1]))
+        is_alike &= bool(masked.isfinite() and alone.isfinite()) and not _differ(masked, alone, is_half=True)
+    is_found = bool(text) and is_alike
+    return (text if is_found else "a loss on another rank is no mean over targets") if any_rank(is_found) else ""
+
+
+def _or_nan(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a loss, 0-dim on the host; NaN after an error of the caller's function."""
+    try:
+        return torch.as_tensor(run()).detach().cpu()
+    except ENGINE_ERRORS:
+        raise
+    except Exception:
+        return torch.tensor(math.nan)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, *, is_half: bool = False) -> bool:
+    share = tolerance(OTHER_ORDER, [one], is_half=is_half).result
+    return bool((one - other).abs() > share * one.abs() + 1e-12)
 
 
 def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:

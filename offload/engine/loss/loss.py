@@ -98,6 +98,8 @@ class LossRule:
     """True if the loss divides by `num_items_in_batch` when given."""
     counts_rows: bool = False
     """True if every row with a target has the same weight."""
+    obstacle: str = ""
+    """Reason why parts, weighted by their targets, do not add up to the loss; "" if they do, or if this is unknown."""
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the target count: labels not ignored, all regression values, or rows with a target (`counts_rows`)."""

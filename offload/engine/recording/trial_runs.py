@@ -23,8 +23,8 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.label_trials import LabelTrials, probe_loss
-from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
+from offload.engine.loss.label_trials import LabelTrials, find_other_weights, probe_loss
+from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, find_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording, UseDetector
@@ -168,10 +168,32 @@ class TrialRuns:
             trials = LabelTrials(self._model, run, self._recorded_losses)
             self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
+            if rule is not None and self._may_cut_rows and not form.is_whole:
+                rule = replace(rule, obstacle=self._find_other_weights(probe, rule, trials, form, loss_fn))
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
         self.forget_traffic()
         return rule, head
+
+    def _find_other_weights(
+        self, probe: Batch, rule: LossRule, trials: LabelTrials, form: BatchForm, loss_fn: LossFunction | None
+    ) -> str:
+        """Like `find_other_weights`. Only if the outputs do not depend on the labels."""
+        model, comm = self._model, self._state.comm
+        takes_labels = loss_fn is None or "labels" in select_inputs(model, probe, loss_fn)
+        if takes_labels and trials.output is None:
+            return ""
+        outputs = None if takes_labels else model(**select_inputs(model, probe, loss_fn))
+
+        def loss_of(inputs: Batch) -> torch.Tensor:
+            found = trials(inputs) if takes_labels else outputs
+            return find_loss(found) if loss_fn is None else loss_fn(found, inputs)
+
+        def cut(row: int, labels: torch.Tensor) -> torch.Tensor:
+            part = form.take(probe, torch.tensor([row], device="cpu"))
+            return run_loss(model, {**part, "labels": labels}, loss_fn)
+
+        return find_other_weights(probe, rule, loss_of, cut, lambda found: comm.any(found, "weights of a loss"))
 
     def discard_incomplete(self) -> None:
         """Discard an incomplete recording, with everything the recording may have overwritten."""
@@ -199,7 +221,8 @@ class TrialRuns:
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
         is_same = head is not None and head.vocabulary == vocabulary
-        return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
+        rule = replace(rule, shifts=bool(shifts), takes_count=bool(takes_count))
+        return rule, head if is_same else ChunkedHead.of(self._model, vocabulary)
 
     def on_call(self, call: ModelCall, check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
