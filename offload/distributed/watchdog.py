@@ -261,7 +261,9 @@ class Watchdog:
                 own_position = f"rank {self.rank} is at {own.operation} ({own.numel} elements)"
                 self._lose(
                     peer.rank,
-                    f"Ranks called different operations: rank {peer.rank} is at {other_position}, {own_position}",
+                    f"Ranks called different operations: rank {peer.rank} is at {other_position}, {own_position}. All "
+                    "ranks use the same modules in a step: for a module without an input on one rank, such as a tower "
+                    "for pictures, pass a dummy input there and add its result times 0",
                 )
         present = [peer for peer in peers if not peer.ended]
         if stall_s is not None and waited > stall_s and present:

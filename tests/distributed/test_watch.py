@@ -100,6 +100,7 @@ def test_ranks_that_do_different_things_are_told(tmp_path: Path):
         text = "".join(lost(rank) for rank in started)
     assert "Ranks called different operations" in text
     assert "all-gather of unit head (2048 elements)" in text
+    assert "pass a dummy input there and add its result times 0" in text
 
 
 @pytest.mark.slow
