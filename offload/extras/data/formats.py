@@ -317,7 +317,7 @@ def read_records(file: SourceFile, vocab_size: int, unread: set[str] | None = No
                 yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
                 continue
             renamed = _rename(row, file.columns)
-            unread.update(key for key in renamed.keys() - known if not is_empty(renamed[key]))
+            unread.update(key for key in renamed.keys() - known - unread if not is_empty(renamed[key]))
             yield _parse_row(file, renamed, where)
 
 
