@@ -57,6 +57,7 @@ class LentGradients:
             )
         if not self._state.gradients.are_complete:
             self._state.updates.measure()
+        self.add_zeros()
         gradient = self._store.values.gradient(info.index, self._measures.touched)
         if gradient is not None and (region := self._store.values.region(info.index)) not in self._squares:
             self._squares[region] = self._look(region)
@@ -132,6 +133,7 @@ class LentGradients:
                 if not has and self._used.get(region.parameters[number]):
                     touched[number] = True
                     self._clear(state, number)
+        self._used.clear()  # they are gradients of this step now
 
     def _clear(self, state: RegionState, number: int) -> None:
         """Write zeros over this rank's gradients of piece `number` of a region."""

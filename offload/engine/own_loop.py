@@ -34,13 +34,13 @@ class OwnLoop:
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
 
     def has_gradients(self) -> bool:
-        """Return whether the step has gradients on any rank. Collective.
+        """Return whether the step has gradients on any rank, also gradients set to zero. Collective.
 
         Raises ConfigError if gradients of the last step are not cleared (see `LentGradients`).
         """
         self._recovery.recover()
         self._lent.refuse_used()
-        return self._state.comm.any(self.holds_gradients(), "gradients")
+        return self._state.comm.any(self.holds_gradients() or self._lent.num_zeros > 0, "gradients")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, if any, and restart the step.
