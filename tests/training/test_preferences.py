@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -203,6 +204,19 @@ def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monk
     _, lines, said = run("second", **asked(pairs))
     assert "of 48 answers, of which 12 are already computed" in said
     assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_stored_values_of_another_reference_are_computed_again(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: use the stored values unseen."""
+    _, whole, _ = run("first", **asked(pairs))
+    (stored,) = (tmp_path / "cache/offload/reference").glob("*.f32")
+    right = stored.read_bytes()
+    stored.write_bytes((np.frombuffer(right, "<f4") * 1.1).astype("<f4").tobytes())
+    _, again, said = run("second", **asked(pairs))
+    assert "the stored log-probabilities are not those of this model" in said
+    assert [line["loss"] for line in again] == [line["loss"] for line in whole]
+    assert stored.read_bytes() == right
 
 
 def test_other_weights_are_known_by_their_last_element() -> None:

@@ -40,6 +40,8 @@ from offload.native.io import disk_error
 from offload.planning.memory import EXPERT_BUFFER
 
 _PRINT_INTERVAL_S = 30.0
+_SAME_SHARE = 1e-3
+"""Allowed difference of a stored log-probability, relative: on a GPU sums may have any order."""
 Say = Callable[[str], None]
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -139,7 +141,8 @@ def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
 def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
     """Return the log-probabilities for all rows with the engine's current weights.
 
-    Values measured by an interrupted run, or by a run with the same `reference_key`, are reused.
+    Values measured by an interrupted run, or by a run with the same `reference_key`, are reused, if the first batch
+    has these values here too.
     """
     key = reference_key(config, engine, data)
     spans = list(_batch_spans(data))
@@ -149,16 +152,29 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
         with share_failure(comm, "reading of the reference"):
             if cache is not None:
                 batches = _read(cache, [end - begin for _, begin, end in spans])
-        num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
-        if num_cached < len(spans):
-            known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
-            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")
-        printed_at, loss = time.monotonic(), LogProbs()
-        for name, begin, end in spans[num_cached:]:
+        loss = LogProbs()
+
+        def measure(name: str, begin: int, end: int) -> np.ndarray:
             engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), loss)
             own = loss.metrics.get("log_probs")
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
-            batches.append(np.concatenate([part for part in parts if part is not None]))
+            return np.concatenate([part for part in parts if part is not None])
+
+        num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
+        if num_cached:
+            first = measure(*spans[0])
+            is_same = not batches or np.allclose(first, batches[0], _SAME_SHARE, equal_nan=True)
+            if not comm.from_rank(0, is_same, "whether the reference is known"):
+                say("reference: the stored log-probabilities are not those of this model, and are computed again.")
+                batches, num_cached = [], 0
+                if cache is not None:
+                    cache.truncate(0)
+        if num_cached < len(spans):
+            known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
+            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")
+        printed_at = time.monotonic()
+        for span in spans[num_cached:]:
+            batches.append(measure(*span))
             with share_failure(comm, "keeping of the reference"):
                 if cache is not None:
                     _write(cache, batches[-1])
