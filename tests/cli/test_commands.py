@@ -69,7 +69,7 @@ def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the signal handlers
-    monkeypatch.setattr("offload.app.config.command_line._ignore_sigterm", lambda: None)
+    monkeypatch.setattr("offload.app.config.command_line._ignore_late_signals", lambda: None)
     with pytest.raises(SystemExit) as left:
         run_command(lambda _words: [print("三 \ud83d", file=stream) for stream in streams] and 0, [])
     assert left.value.code == 0

@@ -210,7 +210,7 @@ class Config(BaseModel):
         saved = {current_name(key): each for key, each in saved.items()}
         values = without_retired({key: value for key, (value, _) in saved.items()}, resumes=True)
         previous = Config.load(None, values)
-        copy, changed = self.model_copy(deep=True), []
+        copy, changed = self.model_copy(deep=True), list[str]()
         is_rule_set = self.origin("optimizer.name") != "default"
         changes_rule = self.optimizer.reset and is_rule_set and self.optimizer.name != previous.optimizer.name
         for key, own in self.items():

@@ -67,7 +67,7 @@ def lasting_output() -> Iterator[None]:
 
 def is_unread(stream: TextIO) -> bool:
     """Tell whether a lasting stream has lost its reader."""
-    return isinstance(stream, LastingStream) and stream.is_unread
+    return bool(getattr(stream, "is_unread", False))
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
@@ -75,8 +75,8 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
 
     The descriptor is taken, because the next opened file would get it, and with it all text of other libraries.
     """
-    if isinstance(stream, LastingStream):
-        return stream
+    if isinstance(cast("object", stream), LastingStream):
+        return cast("TextIO", stream)
     if stream is None:
         _lead_to_null(descriptor)
         stream = os.fdopen(descriptor, "w", closefd=False)

@@ -99,8 +99,9 @@ def forecast(
     tries = Tries(forecaster, math.inf if prediction.fits else most)
     others = list(alternatives(forecaster, initial, prediction, tries))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
-    notes = (f"alternatives were left out after {most} forecasts: --tries {4 * most} lists more.",)
-    notes = (*prediction.notes, *notes) if tries.is_cut else prediction.notes
+    notes = prediction.notes
+    if tries.is_cut:
+        notes = (*notes, f"alternatives were left out after {most} forecasts: --tries {4 * most} lists more.")
     return replace(prediction, alternatives=tuple(others), notes=notes)
 
 
@@ -137,8 +138,8 @@ def place_or_fix(
     fixed = _try_placement(forecaster, prediction, fix) if fix else None
     bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
     untried_after = most if tries.is_cut and not fix else None
-    changed = {"fix": to_flags(fix), "fix_bytes": bytes_by_tier, "untried_after": untried_after}
-    return replace(prediction, timing=None, notes=notes, **changed)
+    result = replace(prediction, fix=to_flags(fix), fix_bytes=bytes_by_tier, untried_after=untried_after)
+    return replace(result, timing=None, notes=notes)
 
 
 def alternatives(
