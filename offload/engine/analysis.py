@@ -28,7 +28,7 @@ _INDICES = ("mutated", "stale", "shared", "changed")
 _OPTIONS = (bool, int, float, str)
 _CONFIG_OPTIONS = (*_OPTIONS, list, tuple, dict, type(None))
 _NO_OPTIONS = ("name_or_path", "_name_or_path", "training")  # the training mode is a part of the kinds of batches
-_PLAIN = ("rewrites", "needs_graph", "inputs", "others", "outputs", "is_compared", "splits", "copied_bytes")
+_PLAIN = ("rewrites", "needs_graph", "keeps", "inputs", "others", "outputs", "is_compared", "splits", "copied_bytes")
 
 
 @dataclass(frozen=True, repr=False)

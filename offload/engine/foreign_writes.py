@@ -57,8 +57,8 @@ class ForeignWrites:
             name = state.infos[written].name
             raise ConfigError(
                 f"{name} was changed on the device between steps, and the next update would overwrite the change with "
-                "the engine's own weights, which replace it now. Change weights between steps with engine.edit "
-                f"(optimizer.engine.edit in a loop over offload.wrap): for _, value in engine.edit([{name!r}]): "
+                "the engine's own weights, which replace it now. Change weights between steps with engine.edit() "
+                f"(optimizer.engine.edit() in a loop over offload.wrap): for _, value in engine.edit([{name!r}]): "
                 "value.clamp_(0, 1) stores any change in place."
             )
 

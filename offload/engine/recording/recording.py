@@ -13,6 +13,7 @@ Every unit runs with a separate autograd graph here, cut at the unit border. The
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,14 +28,15 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.comparison import same_bits, signed_sums
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
+from offload.engine.units.kept import KeptTensors
 from offload.engine.units.offloaded_tensor import OffloadedTensor, ResidentParameter
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import buffers_of
-from offload.engine.units.stages import Use
+from offload.engine.units.stages import Forward, Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
-from offload.engine.units.trial import SavedBytes, Trial, Versions
+from offload.engine.units.trial import ENGINE_ERRORS, SavedBytes, Trial, Versions
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import ConfigError
@@ -72,6 +74,14 @@ class Recording:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
+        made = KeptTensors()
+        result = self._record(unit, args, kwargs, made)
+        if made.alive():
+            gc.collect()  # a reference cycle keeps nothing
+            unit.traits.keeps = unit.traits.keeps or bool(made.alive())
+        return result
+
+    def _record(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], made: KeptTensors) -> Any:
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
@@ -90,18 +100,17 @@ class Recording:
             forward = self.runner.stages.record(unit, self.runner, arguments, rows)
             results_without_graph: list[torch.Tensor] | None = None
             if self._before is not None:  # as in a streamed forward
-                trial = Trial(self.runner, unit, arguments)
-                results_without_graph = [
-                    self.runner.copy_from_slot(t) for t in trial.run(forward, arguments.tensors).results
-                ]
+                results_without_graph = self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
             self.written_addresses[:] = [
                 address for address in self.written_addresses if not self.runner.slots.streams(address)
             ]
             writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
             contents = _Contents(live if self._before is None else ())
+            use = Use(self.runner, arguments, inputs, arguments.others)
+            made.add_inputs(inputs)
             with torch.enable_grad(), saved_tensors_watched(saved.add):
-                result = self.runner.run(unit, Use(self.runner, arguments, inputs, arguments.others), forward)
+                result = self.runner.run(unit, use, made.watching(forward))
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
             if self._num_writes(live) != writes_before or contents.has_changed(unversioned=True):
                 refuse_writes(unit)
@@ -123,10 +132,10 @@ class Recording:
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
-        use = RecordedUse(
+        recorded = RecordedUse(
             [t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes
         )
-        self.uses.setdefault(unit.name, []).append(use)
+        self.uses.setdefault(unit.name, []).append(recorded)
         if self._before is None:
             # Values are compared, since native batch norm leaves `_version` unchanged.
             now = buffers_of(unit.modules)
@@ -143,7 +152,7 @@ class Recording:
                 uses, before = self.uses[unit.name], self._before.uses.get(unit.name, [])
                 use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
                 unit.traits.learn_rows(
-                    use_before, use, (self._before.rows, self.rows), is_first=self._is_first(unit.traits)
+                    use_before, recorded, (self._before.rows, self.rows), is_first=self._is_first(unit.traits)
                 )
         with torch.no_grad():
             for i in mutated:
@@ -156,6 +165,19 @@ class Recording:
         """Note a read of a parameter from outside of a use of the unit."""
         if index in self.streaming:
             self.outside_readers.add(self.streaming[index])
+
+    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
+        """Run a use as in a streamed forward. Return the results; empty if the forward needs a graph."""
+        try:
+            results = Trial(self.runner, unit, arguments).run(forward, arguments.tensors).results
+        except (RestartRecording, *ENGINE_ERRORS):
+            raise
+        except Exception:  # with a graph the model raises again, if this is an error of the model
+            if self.outside_readers:
+                raise
+            unit.traits.needs_graph = True
+            return []
+        return [self.runner.copy_from_slot(t) for t in results]
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.

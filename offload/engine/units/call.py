@@ -7,12 +7,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
 from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
+from offload.engine.units.kept import KeptTensors
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.recompute_policy import MEASURED, OFFLOADED, PRODUCTS, REMADE
 from offload.engine.units.runner import UnitRunner, synchronized
@@ -25,6 +27,7 @@ from offload.engine.units.saved_graph import (
 )
 from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
+from offload.engine.units.state_snapshot import Collected
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import ConfigError, OffloadError
@@ -62,6 +65,9 @@ class UnitCall:
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
+        self._kept: dict[int, ref[torch.Tensor]] = {}  # by number
+        self._made: KeptTensors | None = None
+        self._views: set[int] = set()  # numbers of kept views of weights
         self._input_copies: dict[int, list[DeviceCopy]] = {}
         self._claim = runner.claims.open(self, unit.name)
 
@@ -70,7 +76,8 @@ class UnitCall:
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward and save the data for the backward.
 
-        Returns the result tensors, then the inputs changed in place.
+        Returns the result tensors, then the inputs changed in place, then the tensors kept elsewhere: autograd gives
+        them this call as their graph, wherever they are.
         """
         unit, runner, traits = self.unit, self._runner, self.traits
         graph_storage = runner.saved.policy.graph_storage(unit, self._shapes, self.signature)
@@ -79,6 +86,8 @@ class UnitCall:
             self._save_inputs(tensors)
         elif graph_storage == OFFLOADED:
             runner.saved.add_use(self)
+        if traits.keeps and runner.rows_of(unit) == [None]:
+            self._made = KeptTensors()
         runner.enter(unit)
         unchanged_buffers = unit.still_buffers() if graph_storage in REMADE else []
         try:
@@ -94,7 +103,15 @@ class UnitCall:
             if all(self.result.tensors[i] is not t for t in tensors):
                 self.result.tensors[i] = self.result.tensors[i].clone()
         self.dirty = [tensors[i] for i in sorted(traits.mutated) if tensors[i].is_floating_point()]
-        return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
+        dirty = [t for t in self.dirty if all(t is not other for other in self.result.tensors)]
+        return [*self.result.tensors, *dirty, *self._collect_kept([*self.result.tensors, *dirty])]
+
+    def _collect_kept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of the forward that are held outside, other than results."""
+        kept = self._made.alive(results) if self._made else {}
+        self._views = {number for number, t in kept.items() if self._runner.slots.streams(t.data_ptr())}
+        self._made, self._kept = None, {number: ref(tensor) for number, tensor in kept.items()}
+        return list(kept.values())
 
     def _forward_of(
         self, graph_storage: str, rows: Rows | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]
@@ -126,9 +143,13 @@ class UnitCall:
         # kept their graph.
         replayed_outputs = [tensor.clone() for tensor in outputs]
         with runner.outputs.recorded_in(outputs), runner.outputs.replayed(replayed_outputs):
-            if keeps_products:  # torch chooses products by the need of a graph; nothing is saved
+            if self._made or keeps_products:  # torch chooses products by the need of a graph; nothing is saved
+                watched = self._made.watching(forward) if self._made else forward
                 with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
-                    result = run_with_graph(unit, use, forward)[1]
+                    graph, result = run_with_graph(unit, use, watched)
+                if self._made:
+                    self._made.add_inputs(graph.leaves)
+                del graph
             elif unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
                 result = run_with_graph(unit, use, forward)[1]
             else:
@@ -175,7 +196,9 @@ class UnitCall:
             )
         if not self._is_open:
             raise OffloadError(
-                f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
+                f"unit {unit.name}: backward ran twice over one forward (with retain_graph=True, or over tensors of an "
+                "earlier forward or a trial run that a global list or a hook still holds); run the forward again, and "
+                "collect tensors in an attribute of the model."
             )
         self._check_inputs()
         if not runner.claims.has(self._claim):
@@ -187,6 +210,12 @@ class UnitCall:
             raise OffloadError(
                 f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
                 "checkpoint), so its gradients would be wrong; run the forward again."
+            )
+        of_kept = zip(self._kept, gradients[len(gradients) - len(self._kept) :], strict=True)
+        if any(number in self._views and gradient is not None for number, gradient in of_kept):
+            raise ConfigError(
+                f"unit {unit.name} keeps a view of its weights outside, and the view was used in a loss, but the "
+                "weights leave the device. Keep a copy (.clone()), or compute inside the unit and return the result."
             )
         input_gradients: list[list[torch.Tensor | None]] = []
         caller_rng_state = runner.device.random_state()
@@ -232,6 +261,9 @@ class UnitCall:
             ]
             inputs = None if trains else [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
             torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
+            for kept, root in zip(self._kept.values(), graph.roots[len(graph.roots) - len(self._kept) :], strict=True):
+                if isinstance(root, torch.Tensor) and root.retains_grad and (tensor := kept()) is not None:
+                    tensor.grad = root.grad
         return [leaf.grad if need else None for leaf, need in zip(graph.leaves, self._needs, strict=True)]
 
     def _look_ahead(self, number: int) -> None:
@@ -268,8 +300,24 @@ class UnitCall:
             runner.outputs.replayed(outputs),
         ):
             forward = runner.stages.for_recomputation(micro_batch.forward)
+            made, collected = KeptTensors(self._kept), Collected(unit.modules if traits.keeps else ())
+            forward = made.watching(forward) if self._kept else forward
             graph, _ = self._thread_state.run(run_with_graph, unit, use, forward, traits.mutated)
+        collected.put_back()
+        if self._kept:
+            made.add_inputs(graph.leaves)
+            graph.roots += [self._find_again(made, number) for number in self._kept]
         return graph
+
+    def _find_again(self, made: KeptTensors, number: int) -> torch.Tensor:
+        """Return a kept tensor in the graph of the recomputation. Raises ConfigError."""
+        tensor, kept = made.again.get(number), self._kept[number]()
+        if tensor is None or not tensor.requires_grad or (kept is not None and tensor.shape != kept.shape):
+            raise ConfigError(
+                f"unit {self.unit.name} keeps a tensor outside that its recomputation does not make again: its forward "
+                "takes another path there. Return the tensor from the unit, or keep tensor.detach()."
+            )
+        return tensor
 
     def close(self) -> None:
         """Release everything saved for the backward."""

@@ -105,6 +105,8 @@ class RecomputePolicy:
     def graph_storage(self, unit: Unit, shapes: Shapes, signature: GradientSignature) -> str:
         """Return the graph storage for a use with these input shapes and gradient signature."""
         traits = unit.traits
+        if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
+            return RECOMPUTED
         if traits.graph(signature).keeps_nothing:
             return DEVICE
         mode, key = self.mode, (unit.name, *shapes)

@@ -144,6 +144,8 @@ class UnitRunner:
             self.device, self.is_weight, unit.modules, traits.buffers, unit.mutable_attributes, may_recompute, last
         )
         self._last_snapshot = weakref.ref(snapshot)
+        if traits.keeps:
+            snapshot.drop_graphs()
         return snapshot
 
     def leave(self) -> None:

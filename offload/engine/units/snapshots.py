@@ -23,7 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import copy_collected, find_collectors
-from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, restore_dict
+from offload.engine.units.state_snapshot import (
+    AttributePlace,
+    Collected,
+    StateSnapshot,
+    restore_dict,
+    without_graph,
+)
 from offload.engine.units.torch_state import TorchState
 from offload.tiers.device import Device
 
@@ -86,6 +92,8 @@ class Snapshot:
             last._may_repeat = False
         self.state = self.capture_state() if mutable_attributes or roots else _NO_STATE
         self._next_hook, self._hooks = RemovableHandle.next_id, _hooks(modules)
+        within = (module for root in roots.values() if isinstance(root, nn.Module) for module in root.modules())
+        self._collected = Collected(within)
         self._attributes = DictSnapshots(map(vars, modules))
         self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
         buffers = [(module, key, module._buffers.get(key)) for module, key in moving]
@@ -112,6 +120,7 @@ class Snapshot:
         """Restore the snapshot, with or without the generators."""
         if has_generators:
             self.put_back_generators()
+        self._collected.put_back()
         self._attributes.put_back()
         self._put_back_values(compares=True)
         if RemovableHandle.next_id > self._next_hook:
@@ -120,6 +129,11 @@ class Snapshot:
         if self._torch_state is not None:
             self._torch_state.put_back()
         self._settle()
+
+    def drop_graphs(self) -> None:
+        """Hold values instead of tensors with a graph (see `StateSnapshot.drop_graphs`)."""
+        self._attributes.drop_graphs()
+        self.state.drop_graphs()
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -196,6 +210,10 @@ class DictSnapshots:
             and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, saved))))
             and all(map(is_, chain.from_iterable(live), chain.from_iterable(saved)))
         )
+
+    def drop_graphs(self) -> None:
+        """Hold values instead of tensors with a graph."""
+        self._saved = [{key: without_graph(value) for key, value in saved.items()} for saved in self._saved]
 
     def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield each live dict with the snapshot copy."""

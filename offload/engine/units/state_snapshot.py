@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import types
@@ -24,21 +25,36 @@ _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "data
 """Packages whose own objects (loggers, locks, process groups) are not model state."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", "config"}
 
-AttributePlace = tuple[nn.Module, str]
-"""(module, attribute name) of a non-buffer attribute with a value mutable in place."""
+AttributePlace = tuple[nn.Module | type, str]
+"""(module or class, attribute name) of a non-buffer attribute with a value mutable in place."""
 
 
 def find_mutable_attributes(modules: Iterable[nn.Module]) -> set[AttributePlace]:
     """Return all module attributes with mutable values.
 
-    Configurations are excluded: they are shared between modules, and a forward is not expected to change them.
+    Containers of the classes are included. Configurations are excluded: they are shared between modules, and a forward
+    is not expected to change them.
     """
-    return {
+    own = {
         (module, key)
         for module in modules
         for key, value in vars(module).items()
         if key not in _COMMON_ATTRIBUTES and _is_mutable(value)
     }
+    classes = {owner for kind in set(map(type, modules)) for owner in kind.__mro__}
+    return own.union((owner, key) for owner in classes for key, _ in _containers_of(owner))
+
+
+def _containers_of(owner: type) -> Iterator[tuple[str, Any]]:
+    """Yield (name, container) of a class, except for constants with texts and numbers."""
+    if (owner.__module__ or "").partition(".")[0] in _FOREIGN:
+        return
+    for key, value in vars(owner).items():
+        if key.startswith("__") or not isinstance(value, MutableMapping | list | deque | set) or _has_weights(value):
+            continue
+        values = value.values() if isinstance(value, MutableMapping) else value
+        if not value or not all(isinstance(each, _ATOMS) for each in values):
+            yield key, value
 
 
 def _is_mutable(value: Any) -> bool:
@@ -91,11 +107,63 @@ def _restore_elements(live: Any, saved: Sequence[Any]) -> None:
         (live.update if isinstance(live, set) else live.extend)(saved)
 
 
+def _has_graph(restore: Any) -> bool:
+    """True for the restoring function of a tensor with a graph."""
+    tensor = restore.args[0] if isinstance(restore, partial) else None
+    return isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+
+
 def _restore_values(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     """Restore tensor values, unless they have the same bits: a write would invalidate saved graphs."""
     if not tensor.is_inference() and tensor.shape == saved.shape and not same_bits(tensor, saved):
         with torch.no_grad():
             tensor.copy_(saved)
+
+
+class Collected:
+    """Tensors with a gradient that hooks and forwards of `modules` collect in lists, sets and dicts outside the model.
+
+    Within reach: closures, objects of bound methods, and globals of forwards. Other state there is not the model's.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        forwards = {type(module).forward for module in modules if not _is_foreign(type(module).forward)}
+        hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        within_reach = {id(value): value for each in (*hooks, *forwards) for value in _reach(each)}
+        containers = [
+            value
+            for value in within_reach.values()
+            if isinstance(value, MutableMapping | list | deque | set) and not _has_weights(value)
+        ]
+        self._saved = [(each, dict(each) if isinstance(each, MutableMapping) else list(each)) for each in containers]
+
+    def put_back(self) -> None:
+        """Restore each container that has a tensor with a gradient."""
+        for live, saved in self._saved:
+            values = live.values() if isinstance(live, MutableMapping) else live
+            if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in values):
+                continue
+            restore: Callable[[Any, Any], None] = (
+                restore_dict if isinstance(live, MutableMapping) else _restore_elements
+            )
+            restore(live, saved)
+
+
+def _reach(function: Any) -> Iterator[Any]:
+    """Yield the values in closure cells, globals, bound objects and bound arguments of a function."""
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values(), *_reach(function.func))
+    elif isinstance(function, types.MethodType):
+        yield from (*getattr(function.__self__, "__dict__", {}).values(), *_reach(function.__func__))
+    elif isinstance(function, types.FunctionType):
+        yield from inspect.getclosurevars(function).nonlocals.values()
+        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+
+
+def without_graph(value: Any) -> Any:
+    """Return a tensor without its graph, and any other value as it is."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 class StateSnapshot:
@@ -121,6 +189,16 @@ class StateSnapshot:
         """Restore the snapshot."""
         for restore, content in self._saved:
             restore(content)
+
+    def drop_graphs(self) -> None:
+        """Hold values instead of tensors with a graph: the graph may hold this snapshot, and earlier ones behind it."""
+        self._seen.clear()
+        for number, (restore, content) in enumerate(self._saved):
+            if isinstance(content, list):
+                self._saved[number] = restore, [*map(without_graph, content)]
+            elif isinstance(content, dict):
+                self._saved[number] = restore, {key: without_graph(value) for key, value in content.items()}
+        self._saved = [each for each in self._saved if not _has_graph(each[0])]
 
     def differences(self, other: StateSnapshot) -> Iterator[tuple[str, Any, Any]]:
         """Yield (path, value here, value in `other`) for each path with different values."""
@@ -208,6 +286,11 @@ class StateSnapshot:
                     self._visit(parameter, f"{begin}{name}")
             elif key != "_non_persistent_buffers_set":
                 self._visit(value, f"{begin}{key}")
+        for owner in type(module).__mro__:
+            if id(owner) not in self._seen:
+                self._seen[id(owner)] = owner
+                for key, value in _containers_of(owner):
+                    self._visit(value, f"{begin}{key}")
 
     def _visit_function(self, function: types.FunctionType, path: str) -> None:
         if _is_foreign(function):

@@ -88,6 +88,8 @@ class UnitTraits:
     """
     needs_graph: bool = False
     """True if torch selects other kernels without a graph, with different last bits."""
+    keeps: bool = False
+    """True if tensors of a forward stay alive outside: later code may take gradients through them."""
     inputs: list[int | None] = field(default_factory=list)
     """Batch axis per input. None: the input does not grow with the batch.
 

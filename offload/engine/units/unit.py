@@ -85,7 +85,8 @@ class Unit:
         if traits is None:
             buffers = {place for variant in self.variants.values() for place in variant.buffers}
             needs_graph = any(variant.needs_graph for variant in self.variants.values())
-            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
+            keeps = any(variant.keeps for variant in self.variants.values())
+            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph, keeps=keeps)
             return False
         self.traits = traits
         return True

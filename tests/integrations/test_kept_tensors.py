@@ -1,0 +1,199 @@
+"""Tensors that blocks keep outside their results, for the loss of a loop: the weights are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import SGD, Engine
+from offload.errors import ConfigError
+from tests.engine.compare import assert_same
+from tests.engine.device import TWO_KERNELS, twin
+from tests.engine.handmade import Block, Stack, cross_entropy, words
+
+pytestmark = TWO_KERNELS
+Keep = Callable[[Any, Tensor, Tensor], object]
+LOOSE: list[Tensor] = []
+
+
+class Keeps(Block):
+    """A block that keeps something of its forward."""
+
+    collected: ClassVar[list[Tensor]] = []
+
+    def __init__(self, keep: Keep) -> None:
+        super().__init__()
+        self.keep, self.kept, self.log = keep, None, list[Tensor]()
+
+    def forward(self, h: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(h)))
+        if self.keep is loosely:
+            LOOSE.append(hidden.square())
+        self.keep(self, h, hidden)
+        return h + self.down(hidden)
+
+
+def loosely(*_: Any) -> None:
+    """Mark a block that keeps a tensor in `LOOSE`."""
+
+
+def kept(model: Any) -> Any:
+    return [block.kept for block in model.blocks]
+
+
+def emptied(log: list[Tensor]) -> list[Tensor]:
+    tensors = list(log)
+    log.clear()
+    return tensors
+
+
+def put(value: Callable[[Tensor, Tensor], Tensor]) -> Keep:
+    return lambda block, h, hidden: setattr(block, "kept", value(h, hidden))
+
+
+def retain(block: Any, _h: Tensor, hidden: Tensor) -> None:
+    hidden.retain_grad()
+    block.kept = hidden
+
+
+WAYS_TO_KEEP: dict[str, tuple[Keep, Callable[[Any], list[Tensor]]]] = {
+    "a sum": (put(lambda _, hidden: hidden.sum() / 100), kept),
+    "a hidden tensor": (put(lambda _, hidden: hidden), kept),
+    "a view": (put(lambda _, hidden: hidden[..., 0]), kept),
+    "an input": (put(lambda h, _: h), kept),
+    "a list": (
+        lambda block, _, hidden: block.log.append(hidden.square()),
+        lambda model: [t for block in model.blocks for t in emptied(block.log)],
+    ),
+    "a list of the class": (
+        lambda block, _, hidden: block.collected.append(hidden.square()),
+        lambda model: emptied(model.blocks[0].collected),
+    ),
+    "a list of the module": (loosely, lambda _: emptied(LOOSE)),
+    "a tensor with its gradient": (retain, kept),
+}
+
+
+def rate(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: Any, step: int, find: Callable[[Any], list[Tensor]]) -> Tensor:
+    batch = words(step)
+    loss = cross_entropy(model(batch["x"]), batch)
+    return loss + sum((t.square().mean() for t in find(model)), torch.zeros(()))
+
+
+def train(model: Any, optimizer: Any, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Train in a loop that knows nothing of an engine. Return losses and gradients of the blocks' tensors; weights."""
+    seen = []
+    for step in range(2):
+        loss = loss_of(model, step, find)
+        loss.backward()
+        seen += [loss.item(), *(b.kept.grad.sum().item() for b in model.blocks if getattr(b, "keep", 0) is retain)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, dict(model.state_dict())
+
+
+def train_wrapped(model: nn.Module, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
+    return train(*offload.wrap(model, rate(model)), find)
+
+
+def train_engine(model: nn.Module, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
+    engine, seen = Engine(model, SGD(lr=0.1), max_grad_norm=None, recompute="never"), []
+    for step in range(2):
+        engine.backward(loss := loss_of(engine.model, step, find))
+        seen.append(loss.item())
+        engine.update()
+    return seen, dict(engine.named_parameters())
+
+
+def make(keep: Keep) -> Any:
+    torch.manual_seed(0)
+    Keeps.collected.clear()
+    LOOSE.clear()
+    return Stack(lambda: Keeps(keep), depth=2)
+
+
+@pytest.mark.parametrize("way", [train_wrapped, pytest.param(train_engine, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_used", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("keep", "find"), WAYS_TO_KEEP.values(), ids=WAYS_TO_KEEP)
+def test_a_loop_may_add_what_blocks_keep_to_its_loss(keep: Keep, find: Any, is_used: bool, way: Any) -> None:
+    """Not used, it changes nothing."""
+    model = make(keep)
+    find = find if is_used else lambda _: []
+    wanted, weights = train(plain := twin(model), rate(plain), find)
+    Keeps.collected.clear()
+    LOOSE.clear()
+    seen, found = way(model, find)
+    assert seen == (wanted if way is train_wrapped else wanted[:: len(wanted) // 2])
+    assert_same(found, weights)
+
+
+@pytest.mark.parametrize("collects", [list, dict])
+def test_hooks_inside_blocks_may_collect_tensors(collects: type) -> None:
+    def collect(model: Any) -> Callable[[Any], list[Tensor]]:
+        found: Any = collects()
+        for block in model.blocks:
+            if collects is list:
+                block.up.register_forward_hook(lambda _module, _args, output: found.append(output))
+            else:
+                block.up.register_forward_hook(lambda module, _args, output: found.update({id(module): output}))
+        return lambda _: emptied(found) if collects is list else list(found.values())
+
+    model = make(lambda *_: None)
+    plain = twin(model)
+    wanted = train(plain, rate(plain), collect(plain))
+    found = collect(model)
+    seen = train_wrapped(model, found)
+    assert seen[0] == wanted[0]
+    assert_same(seen[1], wanted[1])
+
+
+def test_a_loop_of_forwards_alone_holds_one_kept_tensor() -> None:
+    model, _ = offload.wrap(model := make(WAYS_TO_KEEP["a hidden tensor"][0]), rate(model))
+    references = []
+    for step in range(4):
+        model(words(step)["x"])
+        references.append(ref(model.blocks[0].kept))
+    gc.collect()
+    assert [each() is not None for each in references] == [False, False, False, True]
+
+
+def test_a_kept_view_of_weights_is_refused_in_a_loss() -> None:
+    model, optimizer = offload.wrap(model := make(put_weight), rate(model))
+    loss_of(model, 0, lambda _: []).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"unit blocks\.\d keeps a view of its weights outside"):
+        loss_of(model, 0, kept).backward()
+
+
+def put_weight(block: Any, *_: Tensor) -> None:
+    block.kept = block.up.weight[0]
+
+
+HOOKED: dict[str, Keep] = {
+    "register_hook": lambda _block, _, hidden: hidden.register_hook(lambda gradient: gradient / 2),
+    "retain_grad": lambda _block, _, hidden: hidden.retain_grad(),
+    "grad_fn": lambda _block, _, hidden: hidden.grad_fn.register_hook(lambda *_: None),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("keep", HOOKED.values(), ids=HOOKED)
+def test_a_block_may_use_its_own_graph(keep: Keep) -> None:
+    """It then runs with a graph, which is dropped after the forward."""
+    model = make(keep)
+    plain = twin(model)
+    wanted = train(plain, rate(plain), lambda _: [])
+    seen = train_wrapped(model, lambda _: [])
+    assert seen[0] == wanted[0]
+    assert_same(seen[1], wanted[1])
