@@ -215,7 +215,7 @@
     if (cards[point.card].plans_of) return "This card has no plans of its own, and those of smaller cards need more than it has.";
     const fitting = plans(point).rows.filter((row) => row[2] && row[1] <= point.disk);
     const least = Math.min(...fitting.map((row) => row[5] + data.system_gib));
-    return fitting.length ? `No plan for this size. The nearest one takes ${gib(least)} of host memory.` : "No plan for this size.";
+    return fitting.length ? `This size was not planned. The nearest plan takes ${gib(least)} of host memory.` : "This size was not planned.";
   }
 
   function showMisfit(point, row) {

@@ -669,7 +669,7 @@ def picture() -> None:
             name, colon, rest = line.partition(":")
             is_named = bool(colon) and " " not in name
             text = Text.assemble((name + colon, "bold cyan"), rest) if is_named else Text(line)
-            console.print(text, overflow="ellipsis", no_wrap=True)
+            console.print(text)
     drawn = console.export_svg(title="offload train", unique_id="run")
     drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # a browser would fetch these
     (ROOT / "docs" / "images" / "first-run.svg").write_text(drawn)
@@ -681,6 +681,8 @@ def site(root: Path) -> int:
     if code := subprocess.run(words, cwd=root).returncode:
         return code
     built = root / "build" / "site"
+    for source in ("make.py", "support.yaml", "fit.yaml"):  # sources of pages
+        (built / source).unlink(missing_ok=True)
     for page in built.rglob("*.html"):  # pages on disk may not start workers, and nothing is fetched
         own = os.path.relpath(built / "worker.js", page.parent)
         page.write_text(page.read_text().replace("https://unpkg.com/iframe-worker/shim", own))

@@ -80,9 +80,14 @@ def test_each_name_of_the_package_can_be_imported(path: Path) -> None:
 
 
 @cache
-def sources() -> list[str]:
-    """Return the texts of the package's modules."""
-    return [path.read_text() for path in (ROOT / "offload").rglob("*.py")]
+def sources() -> dict[str, list[str]]:
+    """Return the texts of the package's modules, by name of a class in the module."""
+    found: dict[str, list[str]] = {}
+    for path in (ROOT / "offload").rglob("*.py"):
+        text = path.read_text()
+        for name in re.findall(r"(?m)^class (\w+)", text):
+            found.setdefault(name, []).append(text)
+    return found
 
 
 @cache
@@ -94,7 +99,7 @@ def classes_in(text: str) -> list[ast.ClassDef]:
 @cache
 def attributes(name: str) -> frozenset[str] | None:
     """Return the attributes of a class in the package: of the class, and of `self` in methods; None: no such class."""
-    with_class = [text for text in sources() if re.search(rf"(?m)^ *class {name}\b", text)]
+    with_class = sources().get(name, [])
     kinds = [node for text in with_class for node in classes_in(text)]
     found: set[str] = set()
     for kind in (each for each in kinds if each.name == name):
