@@ -141,8 +141,9 @@ def test_the_plans_of_the_page_will_it_fit_are_complete() -> None:
                 continue
             sizes = {card: about["hosts_gib"] for card, about in told["cards"].items()}
             assert {card: set(counts) for card, counts in plans["cards"].items()} == {
-                card: set(counts) for card, counts in sizes.items()
+                card: set(counts) for card, counts in sizes.items() if card in plans["cards"]
             }, (name, method)
+            assert set(sizes) - set(plans["cards"]) <= {"rtx-4070"}, "a card for small models may lack large ones"
             for card, counts in plans["cards"].items():
                 for count, rows in counts.items():
                     for host, disk, micro_rows, *rest in rows:
