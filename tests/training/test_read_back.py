@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import offload
 from offload import export
+from offload.errors import ConfigError
 from offload.extras.data.tokenizer import train_bpe
 from tests import forks
 from tests.integrations.plain import needs
@@ -114,6 +115,21 @@ def contents(folder: Path) -> dict[str, Any]:
             found[path.name] = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
             found[path.name]["metadata"] = file.metadata()
     return found
+
+
+def test_repeated_layers_are_not_merged(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies share one weight of the base, so a merged folder cannot hold their different changes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+    (tmp_path / "text.txt").write_text("1 2 3 4 5 6 7 8 9\n" * 100)
+    (tmp_path / "lora.json").write_text(
+        json.dumps({"peft_type": "LORA", **ADAPTER, "layer_replication": [[0, 2], [1, 2]]})
+    )
+    own = {"model.path": str(base / "base"), "data.tokenizer": str(base / "tokenizer"), "train.steps": 1}
+    own |= {"data.source": str(tmp_path / "text.txt"), "data.sequence_length": 32, "train.batch_size": 2}
+    own |= {"lora.config": str(tmp_path / "lora.json"), "checkpoint.every": 1, "run.dir": str(tmp_path / "run")}
+    offload.Trainer(own).run()
+    with pytest.raises(ConfigError, match="repeats layers"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--merge"])
 
 
 def test_what_a_run_saves_is_what_its_reader_loads(saved: Path, base: Path) -> None:

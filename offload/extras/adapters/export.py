@@ -104,6 +104,12 @@ def export_merged(
             )
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adaptation = Adaptation.from_checkpoint(folder)
+        if repeated := getattr(adaptation.config, "layer_replication", None):
+            raise ConfigError(
+                f"--merge is given, but the adapter of {folder} repeats layers (layer_replication {repeated}): the "
+                "copies share the weights of the base, and a merged model would need separate ones. Export the "
+                "adapter without --merge, and load it with AutoPeftModelForCausalLM."
+            )
         adapted, plain = adaptation.apply_to(beneath, seed=0), subtract_products(plain, adaptation.removed)
         own = fill_adapter(adapted.model, names, _read_values(reader))
         changed = {names[id(adapted.model.get_parameter(name))]: name for name in reader.changed}
