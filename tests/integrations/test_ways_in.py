@@ -92,6 +92,26 @@ class Keeping(Net):
     block = KeepingBlock
 
 
+class WatchedBlock(Block):
+    """Scales the gradient of its result by a hook."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        out = super().forward(h)
+        if out.grad_fn is not None:
+            out.register_hook(lambda gradient: 0.5 * gradient)
+        return out
+
+
+class Watched(Net):
+    block = WatchedBlock
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = torch.jit.script(self.blocks[1])
+
+
 class Projected(Net):
     """Replaces the memory of a weight in the forward, as PEFT's CPT does."""
 
@@ -601,6 +621,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "functional": lambda: with_loss(functional),
     "twice": lambda: with_loss(lambda way: (loss := script_loss(way), loss.backward(retain_graph=True))[0]),
     "create_graph": lambda: with_loss(second_gradient),
+    "kept loss": lambda: Case(make=Keeping, loss=kept_loss),
+    "own graph": lambda: Case(make=Watched),
+    "scripted": lambda: Case(make=Scripted),
     "projected": lambda: Case(make=Projected),
     "shared": lambda: Case(make=Shared),
 }
