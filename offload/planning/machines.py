@@ -102,15 +102,17 @@ class ThisMachine:
         comm = comm.world
         if self.agreed_memory is not None:
             return self.agreed_memory
-        device = (-1, -1) if self.accelerator is None else self.accelerator.free_and_total_bytes
+        device = None if self.accelerator is None else self.accelerator.free_and_total_bytes
         bound = tightest_limit(memory_limits(), comm.local_size)
-        own = *device, self.model_bytes, bound.share(comm.local_size), str(bound)
+        own = device, self.model_bytes, (bound.share(comm.local_size), str(bound))
         memories = comm.gather_objects(own, "free memory")
-        free, total, model_bytes = (min(each[i] for each in memories) for i in range(3))
-        host, host_bound = min(each[3:] for each in memories)
+        devices, model_bytes, hosts = zip(*memories, strict=True)
+        host, host_bound = min(hosts)
         in_host = self.accelerator is None or self.accelerator.is_integrated
-        on_device = (None, None) if free < 0 else (free, total)
-        return FreeMemory(on_device[0], host, host_bound, in_host, model_bytes, on_device[1])
+        if device is None:
+            return FreeMemory(None, host, host_bound, in_host, min(model_bytes))
+        free, total = map(min, zip(*devices, strict=True))
+        return FreeMemory(free, host, host_bound, in_host, min(model_bytes), total)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,8 @@ def write_configuration(
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return
-    config, generation_config = copy.deepcopy(model.config), copy.deepcopy(getattr(model, "generation_config", None))
+    config: Any = copy.deepcopy(model.config)
+    generation_config: Any = copy.deepcopy(getattr(model, "generation_config", None))
     if tokenizer is not None:
         from transformers.trainer_utils import align_special_tokens  # imports accelerate, which takes seconds
 
