@@ -172,6 +172,23 @@ def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> No
         encode(tokenizer, Chat("chats.jsonl:7", [CHAT[1], CHAT[1]]))
 
 
+SYSTEM_OF_ITS_OWN = "{{ '<|system|>Q' if messages[0].role != 'system' }}" + CHATML
+GREETING = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
+
+
+@pytest.mark.parametrize("template", [CHATML, SYSTEM_OF_ITS_OWN, OWN_END, GLM, OPEN_THOUGHT, MARKED, THINKING])
+def test_an_answer_without_a_question_is_trained_from_the_answer_on(
+    template: str, bpe_folder: Callable[..., str]
+) -> None:
+    """Break: train the role marker of the first message, or a system message that the template writes itself."""
+    tokenizer = load_tokenizer(bpe_folder(template))
+    for chat in (Chat("x", GREETING), Chat("x", GREETING[:1])):
+        document = encode(tokenizer, chat)[0]
+        before, answer, _ = trained_runs(tokenizer, document)[0].partition("Hello.")
+        assert answer
+        assert before.removesuffix("<think>\n\n</think>\n\n") in ("", "\n", ">", "assistant>"), "at most a border token"
+
+
 def test_a_template_that_rewrites_earlier_turns(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder(THINKING))
     encoder = Encoder(tokenizer, train_on_prompt=False)
@@ -308,6 +325,20 @@ def test_the_tokenizers_own_bos_comes_once(sentencepiece_like: Any) -> None:
     assert tokenizer.decode(pair.ids) == tokenizer.decode(tokenizer("two and two is four")["input_ids"]) + "</s>", (
         "encoded as one text: no second leading space before the completion"
     )
+
+
+def test_an_end_comes_once_whatever_the_tokens_of_a_line_end(sentencepiece_like: Any, bpe: Any) -> None:
+    """Break: look for the EOS among the last two tokens."""
+    tokenizer = deepcopy(sentencepiece_like)
+    tokenizer.chat_template = OWN_END
+    assert len(tokenizer("\n\n", add_special_tokens=False)["input_ids"]) > 1
+    turns = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "four."}]
+    for end in ("", "\n", "\n\n \n"):
+        tokenizer.chat_template = OWN_END.replace("\n{% endfor %}", f"{{{{ {end!r} }}}}{{% endfor %}}")
+        (document,) = encode(tokenizer, Chat("x", turns))
+        assert (document.ids == tokenizer.eos_token_id).sum() == 2, end
+    (document,) = encode(bpe, Pair("x", "Two or four?<|endoftext|>", "A"))
+    assert trained_runs(bpe, document) == ["A<|endoftext|>"], "the EOS of the question is not the end of the answer"
 
 
 def test_what_the_tokenizer_puts_behind_comes_before_the_eos(sentencepiece_like: Any) -> None:

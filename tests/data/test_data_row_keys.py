@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from offload.errors import ConfigError
 from offload.extras.data import formats
@@ -57,6 +59,10 @@ IDS = {"input_ids": [5, 6, 7]}
 BAD = (False, "False", "false", " FALSE ", "no", 0, "0", 0.0, "0.0", -1)
 GOOD = (True, "True", "true", "yes", 1, "1", 1.0, None, "", "null")
 CLASSES = ("sports", 3)
+ARGUMENTS = sorted(
+    {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"self", "documents", "kwargs"}
+)
+"""Arguments of a call, of which a row has none. `documents` is a variable of templates too."""
 OF_ROWS = [  # key, row, expected text or error action
     ("input", {**ALPACA, "input": "more"}, "two\n\nmore"),
     ("input", {**LIKED, "input": "more"}, BadRow),
@@ -74,6 +80,7 @@ OF_ROWS = [  # key, row, expected text or error action
     ("tools", {**PAIR, "tools": [TOOL]}, BadRow),
     ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": {"mood": "glad"}}, "glad<user>"),
     ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": ["mood"]}, BadRow),
+    *(("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": {name: 1}}, BadRow) for name in ARGUMENTS),
     ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": False}, "False<user>"),
     *(
         ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": no}, "False<user>")
@@ -278,6 +285,16 @@ def test_arguments_go_in_as_the_template_takes_them(given: Any, encode: Callable
     row = {"messages": turns(content=None, tool_calls=[{**CALL, "function": {"name": "ring", "arguments": given}}])}
     for written in ("arguments | tojson", "arguments", "name + call.function.arguments"):
         assert '{"bell": 1}' in encode(row, ALL.replace("arguments | tojson", written)), written
+
+
+@pytest.mark.parametrize("given", ['{"price":1.10}', '{"city": "\\u00e9"}', "", "as a text"])
+def test_arguments_as_a_text_stay_as_they_are_where_the_template_writes_texts(
+    given: str, encode: Callable[..., str | list[int]]
+) -> None:
+    """Break: parse each text for a template that writes texts and objects (Qwen3)."""
+    both = "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson"
+    row = {"messages": turns(content=None, tool_calls=[{**CALL, "function": {"name": "ring", "arguments": given}}])}
+    assert f"[{given}" in encode(row, ALL.replace("call.function.arguments | tojson", both))
 
 
 def test_a_variable_whose_text_the_template_drops_is_refused(encode: Callable[..., str | list[int]]) -> None:

@@ -195,15 +195,22 @@ class Template:
             )
 
     @cached_property
-    def _takes_text(self) -> bool:
-        """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
+    def _written_types(self) -> set[type]:
+        """Types of tool call arguments, text or object, that the template writes as JSON."""
         messages, _ = _probe("tool_calls")
-        rendered = self._try_out(messages)
-        messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
-        return (rendered is None or str(_KEYED) in rendered) and self._try_out(messages) is not None
+        function, as_json, found = messages[1]["tool_calls"][0]["function"], json.dumps(_KEYED), set[type]()
+        if (rendered := self._try_out(messages)) is not None and str(_KEYED) not in rendered:
+            found.add(dict)
+        function["arguments"] = as_json
+        if as_json in (self._try_out(messages) or ""):
+            found.add(str)
+        return found
 
     def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        """Return a message with tool call arguments as a text or an object, per `_takes_text`. Raises BadRow."""
+        """Return a message with tool call arguments of a type that the template writes. Raises BadRow.
+
+        Arguments of such a type stay as they are, because a text parsed and written again may be another text.
+        """
         calls, given = [], message.get("tool_calls") or []
         if not isinstance(given, list):
             raise BadRow(f"{where}: 'tool_calls' must be a list, it is {type(given).__name__}.")
@@ -213,7 +220,9 @@ class Template:
                 raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
             own_function = dict(function)
             if "arguments" in own_function:
-                own_function["arguments"] = _parse_arguments(own_function["arguments"], self._takes_text, where)
+                arguments, types = own_function["arguments"], self._written_types
+                as_text = dict not in types or (isinstance(arguments, str) and str in types)
+                own_function["arguments"] = _parse_arguments(arguments, as_text, where)
             calls.append({**call, "function": own_function} if "function" in call else own_function)
         return {**message, "tool_calls": calls} if calls else message
 
@@ -244,9 +253,9 @@ class Template:
 def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
     """Render up to and including message `index`. Return (start of the message in characters, text, marks)."""
     text, marks = template.render(chat, index + 1)
-    if index == 0:
-        return 0, text, marks
     is_answer = chat.messages[index]["role"] == "assistant"
+    if index == 0:
+        return _start_of_first_answer(template, chat, text) if is_answer else 0, text, marks
     prompt, _ = template.render(chat, index, add_generation_prompt=is_answer)
     if text.startswith(prompt):
         return len(prompt), text, marks
@@ -264,6 +273,21 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
         "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
         "tokens, or use a tokenizer with {% generation %} marks in its template."
     )
+
+
+def _start_of_first_answer(template: Template, chat: Chat, text: str) -> int:
+    """Return the start of an answer in `text`, the rendering of this answer alone. Raises BadRow.
+
+    The template may write a role marker and a system message of its own before the answer. The answer is found behind
+    a question, where a generation prompt is possible.
+    """
+    answer = chat.messages[0]
+    question = "q" if isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
+    start, behind_question, _ = _find_message(
+        template, replace(chat, messages=[{"role": "user", "content": question}, answer]), 1
+    )
+    length = len(behind_question) - start
+    return len(text) - length if text.endswith(behind_question[start:]) else 0
 
 
 def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:

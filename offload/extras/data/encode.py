@@ -192,6 +192,7 @@ class _TextEncoder:
         self._renderer = ChatRenderer(tokenizer, train_on_prompt, ends)
         self._prefix, self._suffix = find_frame(tokenizer)  # also switches truncation and padding off
         self._eos: int | None = tokenizer.eos_token_id
+        self._eos_text = str(tokenizer.eos_token)
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
@@ -260,15 +261,16 @@ class _TextEncoder:
         if draft.is_framed and draft.opens and self._prefix:
             tokens = tokens.with_frame(self._prefix, ())
         if draft.closes:
-            tokens = self._close(tokens, draft.is_framed)
+            tokens = self._close(tokens, draft)
         record, in_eval, _ = draft.request
         return EncodedDocument(record.where, in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
 
-    def _close(self, tokens: TokenizedText, is_framed: bool) -> TokenizedText:
+    def _close(self, tokens: TokenizedText, draft: _Draft) -> TokenizedText:
         """Append the end tokens of a document. They are trained if the last token is."""
-        closing = list(self._suffix) if is_framed else []
-        # A template may write a line end after the EOS.
-        if self._eos is not None and self._eos not in [*tokens.ids[-2:].tolist(), *closing][-2:]:
+        closing = list(self._suffix) if draft.is_framed else []
+        # A template may write a line end after the EOS, and a line end may be several tokens.
+        is_ended = draft.text.rstrip().endswith(self._eos_text) and self._eos in tokens.ids
+        if self._eos is not None and self._eos not in closing and not is_ended:
             closing.append(self._eos)
         return tokens.with_frame((), closing)
 

@@ -21,6 +21,7 @@ from offload.extras.data.packing import IGNORE
 from offload.extras.data.pictures import Picture, PictureMatcher, has_picture
 from offload.extras.data.row_keys import (
     MARKS,
+    NO_VARIABLES,
     TEMPLATE_KEYS,
     check_row,
     columns_for,
@@ -437,6 +438,11 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
         raise BadRow(f"{where}: 'tools' must be a list, it is {type(tools).__name__}.")
     if not isinstance(options, dict):
         raise BadRow(f"{where}: 'chat_template_kwargs' must be an object, it is {type(options).__name__}.")
+    if arguments := sorted(options.keys() & NO_VARIABLES):
+        raise BadRow(
+            f"{where}: 'chat_template_kwargs' has {arguments[0]!r}, which is no variable of a chat template but an "
+            "argument of apply_chat_template: leave it out."
+        )
     parallel = record.get("parallel_tool_calls")
     if isinstance(parallel, str):
         parallel = typed(parallel)

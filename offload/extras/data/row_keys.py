@@ -93,6 +93,20 @@ _NOT_READ = "video and audio are not trained on: leave the key out"
 _ANSWER_IS_BAD = "it marks a bad answer: leave such rows out, or write preferences (chosen, rejected)"
 _ONE_DOCUMENT = "write one document in each row, without packing"
 _FLAG = "true or false, 1 or 0, or such a word"
+NO_VARIABLES = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"tokenizer_kwargs", "sanitize_control_tokens"}
+)
+"""Arguments of `apply_chat_template` that are no variables of the template."""
 
 ROW_KEYS = (
     RowKey("input", "text", "follows the `instruction`", frozenset({"alpaca"}), _PAIRS, "write it into 'prompt'"),
