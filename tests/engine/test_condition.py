@@ -206,5 +206,5 @@ def test_hooks_of_a_forward_go_with_the_note_that_they_are_there() -> None:
     reference, engine = Reference(model), Engine(model)
     for step in range(2):
         assert step_of(engine, words(step), cross_entropy) == step_of(reference, words(step), cross_entropy)
+    engine.close()  # removes the hooks of the engine
     assert all(len(block._forward_hooks) == 1 for block in engine.model.blocks)
-    engine.close()

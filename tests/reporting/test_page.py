@@ -11,7 +11,7 @@ import pytest
 
 from offload import report
 from offload.errors import ConfigError, DiskError
-from offload.extras.data.view import DataView, Piece, Sample, SourceView, describe_rows
+from offload.extras.data.view import BetterLength, DataView, Piece, Sample, SourceView, describe_rows
 from offload.extras.tools.reporting import charts, page
 from offload.extras.tools.reporting.html import fill, write_html
 from offload.extras.tools.reporting.page import read_views, render, report_run, write_page
@@ -125,7 +125,20 @@ def awkward_data(name: str) -> DataView:
     sample = Sample(1, 1, "", name, 10**9, 10**9, 10**6, (f"{name}.png",), tuple(pieces))
     told = f"note: {name}", f"data: {name}"
     return DataView(
-        (source,) * 3, told, True, "packed", "next token", 64, 8, 1, *[10**9] * 2, 0.1, 10**9, 1e9, (sample,)
+        (source,) * 3,
+        told,
+        True,
+        "packed",
+        "next token",
+        64,
+        8,
+        1,
+        *[10**9] * 2,
+        0.1,
+        BetterLength(10**9, 0.05),
+        10**9,
+        1e9,
+        (sample,),
     )
 
 
