@@ -161,6 +161,18 @@ def test_the_ends_are_those_of_the_model(bpe_folder: Callable[..., str], dataset
     assert found == [0, 1, 1]
 
 
+def test_a_message_marked_as_not_trained_stays_so_beside_the_prompt(dataset_of: Any, write_lines: Any) -> None:
+    """Break: store no marks of tokens where the prompt is trained."""
+    (*before, answer) = CHAT[:3]
+    path = write_lines("rows.jsonl", {"messages": [*before, {**answer, "train": False}, *CHAT[3:]]})
+    data = dataset_of(path, train_on_prompt=True, sequence_length=96, batch_size=1)
+    labels = data.batch(0)["labels"][0]
+    trained = data.tokenizer.decode(labels[labels >= 0])
+    assert "two and two?" in trained
+    assert "Ü — Paris." in trained
+    assert "four" not in trained
+
+
 def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder(MISTRAL))
     (document,) = encode(tokenizer, Chat("x", CHAT[1:]))

@@ -140,6 +140,8 @@ def test_rows_are_told_by_line_or_number(tmp_path: Path) -> None:
         ("jsonl", '{"text": "cut', "a.jsonl:2 is not valid JSON"),
         ("messages", '{"messages": []}', "a.jsonl:2: 'messages' must be a list of at least one"),
         ("messages", '{"messages": [{"content": "x"}]}', "a.jsonl:2, message 1 lacks a 'role'"),
+        ("messages", '{"messages": [{"from": "human", "value": "x"}]}', "columns '{conversations: messages}'"),
+        ("sharegpt", '{"conversations": [{"role": "user", "content": "x"}]}', "columns '{messages: conversations}'"),
         (
             "messages",
             '{"messages": [{"role": "user"}]}',

@@ -150,6 +150,32 @@ def test_texts_stay_texts(write_lines: Callable[..., Path], row: dict[str, str],
     assert (found.chosen.prompt + found.chosen.completion).count("2 + 2") < 2
 
 
+@pytest.mark.parametrize(("one", "other"), [("It is 5", "It is 55"), ("It is 55", "It is 5")])
+def test_an_answer_that_begins_the_other_keeps_an_end(
+    write_lines: Callable[..., Path], build: Callable[..., Dataset], one: str, other: str
+) -> None:
+    """Break: take the whole shorter answer for the prompt, so that the pair has no answer, and is left out."""
+    data = build(write_lines("rows.jsonl", {"chosen": one, "rejected": other}), batch_size=1)
+    assert said(data, data.batch(0)) == [one[6:], other[6:]]
+
+
+@pytest.mark.parametrize(
+    "answers", [('[{"name": "x"}]', '[{"name": "y"}]'), ('[{"name":', "[]"), ('[{"role": "x"}]', "x")]
+)
+def test_an_answer_in_json_is_a_text(write_lines: Callable[..., Path], answers: tuple[str, str]) -> None:
+    """Break: read each text with a list of objects as messages."""
+    row = dict(zip(("chosen", "rejected"), answers, strict=True))
+    found = record(write_lines("rows.jsonl", {"prompt": "Name it: ", **row}))
+    assert (found.chosen.completion, found.rejected.completion) == answers
+
+
+def test_a_completion_in_a_table_of_strings_is_a_conversation(write_lines: Callable[..., Path]) -> None:
+    row = {"prompt": json.dumps([SYSTEM, ASKED]), "completion": json.dumps([GOOD])}
+    (found,) = read_records(replace(files_of(str(write_lines("rows.jsonl", row)))[0], format="prompt-completion"), 300)
+    assert isinstance(found, Chat)
+    assert (found.messages, found.num_prompt) == ([SYSTEM, ASKED, GOOD], 2)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

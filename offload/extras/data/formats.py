@@ -469,10 +469,9 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
     """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
-    if all(isinstance(record[key], list) for key in ("prompt", "completion")):
-        prompt, completion = (
-            _parse_text_or_messages(record[key], f"{where}, {key!r}") for key in ("prompt", "completion")
-        )
+    given = {key: _stored_messages(record[key]) for key in ("prompt", "completion")}
+    if all(isinstance(each, list) for each in given.values()):
+        prompt, completion = (_parse_text_or_messages(each, f"{where}, {key!r}") for key, each in given.items())
         whole, num_prompt = _join(prompt, completion, f"{where}, 'completion'")
         return _parse_chat(record, where, whole, num_prompt=num_prompt)
     pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
@@ -503,7 +502,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
     prompt, answers = _said_once(prompt, answers)
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
-        num_prompt = 0 if prompt is not None else common_prefix_length(*answers)
+        num_prompt = 0 if prompt is not None else _shared_length(answers)
         prompt = answers[0][:num_prompt] if prompt is None else prompt
         return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
     prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
@@ -512,7 +511,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
         _join(prompt_turns, each, f"{where}, {key!r}") for key, each in zip(("chosen", "rejected"), turns, strict=True)
     ]
     if not prompt_turns:
-        shared = min(common_prefix_length(*turns), *(len(each) - 1 for each in turns))
+        shared = _shared_length(turns)
         joined = [(each, shared) for each in turns]
     chats = []
     for key, (whole, num_prompt) in zip(("chosen", "rejected"), joined, strict=True):
@@ -580,8 +579,7 @@ def _content_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _parse_text_or_messages(value: Any, where: str) -> Any:
     """Return a text, or checked messages from a message, a list, or a JSON list (string tables). Raises BadRow."""
-    if isinstance(value, str) and value.lstrip().startswith('[{"'):
-        value = _parse_json(value, where)
+    value = _stored_messages(value)
     if value is None or isinstance(value, str):
         return value
     turns = [value] if isinstance(value, dict) else value
@@ -591,6 +589,22 @@ def _parse_text_or_messages(value: Any, where: str) -> Any:
         (_parse_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _check_message)(turn, f"{where}, {i}")
         for i, turn in enumerate(turns, 1)
     ]
+
+
+def _stored_messages(value: Any) -> Any:
+    """Return the messages in a JSON list (string tables). Any other value is unchanged: an answer may be JSON too."""
+    turns = typed(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    is_messages = isinstance(turns, list) and turns and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns)
+    return turns if is_messages else value
+
+
+def _is_turn(turn: Mapping[str, Any]) -> bool:
+    return {"from", "value"} <= turn.keys() or ("role" in turn and bool(turn.keys() & {"content", *TEMPLATE_KEYS}))
+
+
+def _shared_length(answers: Sequence[Sequence[Any]]) -> int:
+    """Return the length of the prompt that two answers begin with. At least one character or turn of each remains."""
+    return min(common_prefix_length(*answers), *(len(each) - 1 for each in answers))
 
 
 def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -652,7 +666,8 @@ def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
 
 def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
+        fix = " Messages with a 'role' need --data.columns '{messages: conversations}'." if _has(turn, "role") else ""
+        raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.{fix}")
     if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT_ROLES:
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
@@ -671,7 +686,8 @@ def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None)
     The pictures go to `matcher`; without `matcher` a picture raises BadRow.
     """
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
+        fix = " Turns with 'from' need --data.columns '{conversations: messages}'." if _has(turn, "from") else ""
+        raise BadRow(f"{where} lacks a 'role' for data.format=messages.{fix}")
     content = turn.get("content")
     content = (matcher or PictureMatcher(None, None, where)).parts(content, where)
     if isinstance(content, list):
@@ -683,6 +699,10 @@ def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None)
     if content is None:
         raise BadRow(f"{where}: 'content' must be a string, and this message of the role {turn['role']!r} has none.")
     return {**turn, "content": _string({"content": content}, "content", where)}
+
+
+def _has(turn: Any, key: str) -> bool:
+    return isinstance(turn, dict) and key in turn
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:

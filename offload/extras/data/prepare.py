@@ -261,7 +261,7 @@ class Preparation:
 
     def _build(self, folder: Path, source_files: SourceFiles, tokenizer: Any, train_on_prompt: bool) -> None:
         picture_encoder = None if self.processor is None else PictureEncoder(self.processor, train_on_prompt, self.ends)
-        masked = picture_encoder is not None or (not train_on_prompt and source_files.may_mask)
+        masked = picture_encoder is not None or source_files.may_mask
         writers = {
             in_eval: TokenWriter(folder / name, self.vocab_size, masked, has_pictures=picture_encoder is not None)
             for name, in_eval in (("train", False), ("eval", True))
