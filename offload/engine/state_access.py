@@ -263,7 +263,8 @@ class StateAccess(Figures):
         made: DerivedModel | None = None,
     ) -> None:
         """Write the model as a Hugging Face folder: the original configuration and safetensors files. Collective; rank
-        0 writes. Weights are read piece by piece. A failed export leaves no folder.
+        0 writes. Weights are read piece by piece. A failed export leaves no folder. A model with a PEFT adapter is
+        refused: `model.save_pretrained` writes the adapter.
 
         dtype: None: the dtype the device uses for each weight; float32: the master weights, bit for bit. Quantized
         weights (`frozen_weights`) are dequantized. shard_bytes: largest size of a weight file. files: extra files from

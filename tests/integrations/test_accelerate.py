@@ -329,6 +329,30 @@ def test_floats_for_a_model_in_bf16_are_refused_with_the_line_to_write() -> None
     optimizer.step()
 
 
+class Scaled(nn.Module):
+    """Multiplies by a matrix that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.register_buffer("matrix", torch.eye(8))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(self.embedding(input_ids), self.matrix)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("loop", ["engine.step", "script"])
+def test_a_model_that_multiplies_bf16_by_its_own_floats_is_refused(loop: str) -> None:
+    """Such as the matrices of VeRA, which are buffers."""
+    accelerator = OffloadAccelerator(cpu=True, mixed_precision="bf16", offload={})
+    layers, tokens = Scaled(), torch.arange(8).view(2, 4)
+    model, _ = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    step = accelerator.engine.step if loop == "engine.step" else lambda batch: model(**batch)
+    with pytest.raises(ConfigError, match="its own float32 tensors, such as buffers.*--train.precision fp32"):
+        step({"input_ids": tokens, "labels": tokens})
+
+
 def over_all(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters())
 

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save
 
 from offload import AdamW, Engine
+from offload.errors import ConfigError
 from offload.integrations.saving import adapters_state
 from tests.checkpoint.folders import same
 from tests.engine import ranks
@@ -275,3 +276,13 @@ def test_what_peft_saves_and_does_not_train_is_saved_as_it_is(
         found = load_file(tmp_path / "found" / path)
         assert found.keys() == tensors.keys()
         assert [name for name in tensors if not same(found[name], tensors[name])] == []
+
+
+def test_an_export_of_the_whole_model_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    """The names of a model below an adapter fit neither PEFT nor transformers."""
+    with closing(Engine(adapted("lora"))) as engine:
+        with pytest.raises(ConfigError, match=r"model.save_pretrained\(folder\) writes the adapter"):
+            engine.export(tmp_path / "export")
+        assert not list(tmp_path.iterdir())
+        engine.model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / FILE).is_file()

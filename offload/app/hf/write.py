@@ -82,6 +82,12 @@ def write_model(
     Raises ConfigError, DiskError, CannotStream if only `save_pretrained` itself can write the model, and OffloadError
     if the files read back differently.
     """
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{type(model).__name__} has a PEFT adapter: a folder of the whole model would have names that neither "
+            "PEFT nor transformers loads. model.save_pretrained(folder) writes the adapter; engine.close(restore=True) "
+            "and then model.merge_and_unload().save_pretrained(folder) write the merged model."
+        )
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,9 @@ from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 
+_DTYPE_NAME = re.compile(r"\bfloat\b|c10::BFloat16")
+"""Dtypes in the errors of torch's products."""
+
 
 class TrialRuns:
     """Runs the recording passes, and the trials of loss and head.
@@ -66,7 +70,8 @@ class TrialRuns:
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         self._is_training = inputs.is_training
         leader = self.samples.choose_leader(batch, known.is_new, departed)
-        form = self._record_batch(batch, loss_fn, known, leader, departed is not None)
+        with self._with_dtypes_explained(batch):
+            form = self._record_batch(batch, loss_fn, known, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
             return replace(inputs, rule=LossRule(), head=None, form=form)
@@ -229,7 +234,7 @@ class TrialRuns:
         self.is_complete, self._roots, self._is_training = False, {"arguments": (call.args, call.kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
             self._record_few(self.samples.call_samples(call)[:-1])
-        with self._with_dtypes_explained(call):
+        with self._with_dtypes_explained(call.args, call.kwargs):
             self._record([(0, call.run_on_copies)] * 2)
         check_equivalence()
         self.forget_traffic()
@@ -237,24 +242,27 @@ class TrialRuns:
         self.is_complete = True
 
     @contextmanager
-    def _with_dtypes_explained(self, call: ModelCall) -> Iterator[None]:
-        """Context that explains an error of torch in a call with fp32 tensors, if weights of an fp32 model are in bf16.
+    def _with_dtypes_explained(self, *given: Any) -> Iterator[None]:
+        """Context that explains a torch error about fp32 tensors in `given` or in the model, beside bf16 weights.
 
         Libraries that ask for bf16 run such a model under autocast.
         """
         try:
             yield
         except RuntimeError as error:
-            tensors = Arguments((call.args, call.kwargs)).tensors
+            tensors = Arguments((given, {})).tensors
             changed = any(info.compute == "bf16" and not info.bf16_source for info in self._state.infos)
             wide = next((tensor for tensor in tensors if tensor.dtype == torch.float32), None)
-            if isinstance(error, ENGINE_ERRORS) or not changed or wide is None:
+            is_inside = wide is None and {"float", "c10::BFloat16"} <= set(_DTYPE_NAME.findall(str(error)))
+            if isinstance(error, ENGINE_ERRORS) or not changed or (wide is None and not is_inside):
                 raise
+            what = "with its own float32 tensors, such as buffers," if wide is None else f"on float32 {describe(wide)}"
+            advice = "C" if wide is None else "Give the model bf16 tensors, model(x.to(torch.bfloat16)), or c"
             raise ConfigError(
-                f"the model does not run on float32 {describe(wide)} with weights in bf16: {error}. An engine in bf16 "
-                "computes with bf16 weights, without the autocast of plain accelerate or the plain Trainer. Give the "
-                "model bf16 tensors, model(x.to(torch.bfloat16)), or compute in fp32: mixed_precision='no' of an "
-                "accelerator, bf16=False of a Trainer, precision='fp32' of Engine or offload.wrap."
+                f"the model does not run {what} with weights in bf16: {error}. An engine in bf16 computes with bf16 "
+                f"weights, without the autocast of plain accelerate or the plain Trainer. {advice}ompute in fp32: "
+                "mixed_precision='no' of an accelerator, bf16=False of a Trainer, precision='fp32' of Engine or "
+                "offload.wrap, --train.precision fp32 of a run."
             ) from error
 
     def on_inference(self, call: ModelCall) -> None:
@@ -267,7 +275,7 @@ class TrialRuns:
                 with isolated(self._state, roots):
                     call.run_on_copies()
 
-            with self._with_dtypes_explained(call):
+            with self._with_dtypes_explained(call.args, call.kwargs):
                 self._run_until_settled(run)
             self.forget_traffic()
             self.known.watched_calls.add(signature)
