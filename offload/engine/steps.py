@@ -168,7 +168,7 @@ class Steps:
         self._adopt(analysis)
 
     def _adopt(self, analysis: Analysis) -> None:
-        self.trial_runs.reset(analysis.losses)
+        self.trial_runs.adopt(analysis.losses)
         self._analyst.adopt(analysis)  # of another model only the decisions
 
     @property
@@ -249,6 +249,7 @@ class Steps:
     def _refutes(self, inputs: PassInputs) -> bool:
         """Check results of another engine on a few rows. Return True, without these results, after a difference."""
         difference = self.equivalence.find_difference(inputs, self._take_sample(inputs))
+        difference = difference or self.trial_runs.find_other_rule(inputs)
         self.trial_runs.forget_traffic()
         return self._forget_claims(difference)
 

@@ -159,6 +159,71 @@ def test_a_resumed_step_is_checked_too(unmixed: Analysis, tmp_path: Path) -> Non
             assert float(engine.step(words(0), cross_entropy).loss) == float(loss)
 
 
+def row_mean(losses: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
+    return (losses.sum(1) / is_target.sum(1).clamp(min=1)).sum() / is_target.any(1).sum()
+
+
+def target_mean(losses: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
+    return losses.sum() / is_target.sum()
+
+
+class Loss:
+    """A loss with two parts without a hash: the first column with targets, and the mean."""
+
+    first, mean = 1, staticmethod(target_mean)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        first = Loss.first
+        labels, logits = labels[:, first:], logits[:, : logits.shape[1] - first].float()
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return Loss.mean(losses, labels != -100)
+
+
+def with_loss() -> nn.Module:
+    model: Any = build(deep)
+    model.loss_function = Loss()
+    return model
+
+
+def uneven(first: int) -> dict[str, torch.Tensor]:
+    """Return tokens. Three rows have no labels in the `first` columns. 0: all rows have equal numbers of targets."""
+    batch = tokens(first)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:3, :first] = -100
+    return batch
+
+
+@pytest.mark.parametrize("way", ["given", "resumed", "resumed with other settings"])
+@pytest.mark.parametrize(("part", "value", "ignored"), [("first", 0, 1), ("mean", staticmethod(row_mean), 4)])
+def test_an_analysis_is_checked_for_another_loss(
+    part: str, value: Any, ignored: int, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first batch has rows with equal numbers of targets, where every rule gives the same loss.
+
+    Break: take over loss rules and loss decisions without trials.
+    """
+    settings: dict[str, Any] = {"passes": 2, "max_grad_norm": None}
+    with Engine(with_loss(), **settings) as engine:
+        engine.step(uneven(0))
+        analysis = engine.analysis
+    with Engine(with_loss(), **settings) as engine:
+        steps_of(engine).adopt(analysis)
+        engine.save_checkpoint(tmp_path / "saved")
+    monkeypatch.setattr(Loss, part, value)
+    reference = Reference(with_loss(), max_grad_norm=None)
+    if way == "resumed with other settings":
+        settings |= {"recompute": "never"}
+    with Engine(with_loss(), analysis=analysis if way == "given" else None, **settings) as engine:
+        if way != "given":
+            engine.load_checkpoint(tmp_path / "saved")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = [engine.step(batch) for batch in (uneven(0), uneven(ignored))]
+        for batch, result in zip((uneven(0), uneven(ignored)), results, strict=True):
+            loss, norm = reference.step(batch)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-5)
+
+
 def test_an_analysis_belongs_to_one_model_and_to_one_mode() -> None:
     with Engine(build(deep)) as engine:
         engine.step(tokens(0))

@@ -57,6 +57,7 @@ class TrialRuns:
         self.is_complete = True
         """False from the start of a recording until `end`."""
         self.loss_decisions: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
+        self._foreign_decisions: set[str] = set()  # keys of decisions from another engine, not yet tried here
 
     def on_batch(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record a kind of batch that is new to some rank; return the inputs completed with the results. Collective.
@@ -83,6 +84,21 @@ class TrialRuns:
             self.known.results[known.kind] = TrialResult(rule, head, form.obstacle)
             self.known.store_ints(known.kind, int_arguments((), batch))
         return replace(inputs, rule=rule, head=head, form=form)
+
+    def find_other_rule(self, inputs: PassInputs) -> str:
+        """Compare the loss rule from another engine with trials of this loss. Return the difference; empty: none.
+
+        Collective. An equivalence check says nothing about the rule if the few rows have equal numbers of targets.
+        """
+        self._roots, self._is_training = {"batch": inputs.batch, "loss_fn": inputs.loss_fn}, inputs.is_training
+        self._recorded_losses.clear()
+        leader = self.samples.choose_leader(inputs.batch, False, None)
+        own, other = self._try_loss(inputs.batch, inputs.loss_fn, inputs.form, leader, False)[0], inputs.rule
+        difference = "" if own is None or other.obstacle else own.obstacle
+        if own is not None and (own.shifts, own.takes_count) != (other.shifts, other.takes_count):
+            difference = "the loss counts targets in another way"
+        found = self._state.comm.gather_objects(difference, "rule of a loss")
+        return next(filter(None, found), "")
 
     def take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
@@ -205,9 +221,15 @@ class TrialRuns:
         if not self.is_complete:
             self.reset(self.loss_decisions)
 
+    def adopt(self, loss_decisions: Mapping[str, Sequence[int]]) -> None:
+        """Discard all recordings, and take over loss decisions of another engine."""
+        self.reset(loss_decisions)
+        self._foreign_decisions = {*loss_decisions}
+
     def reset(self, loss_decisions: Mapping[str, Sequence[int]]) -> None:
-        """Discard all recordings, as in a fresh engine, and adopt the `loss_decisions` of another engine."""
+        """Discard all recordings, as in a fresh engine, except these loss decisions."""
         self.loss_decisions = {key: list(values) for key, values in loss_decisions.items()}
+        self._foreign_decisions &= {*loss_decisions}
         self.known.results.clear()
         self.known.choices.clear()
         for unit in self._state.units:
@@ -217,13 +239,18 @@ class TrialRuns:
     def _keep_decision(
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
     ) -> tuple[LossRule, ChunkedHead | None]:
-        """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
+        """Return the first loss decision for this pattern, fixed for later batches. A decision of another engine stays
+        if the first trial here agrees about the targets: the loss may be another one.
+        """
         names = " ".join(
             f"{name}:{value.dim() if isinstance(value, torch.Tensor) else type(value).__name__}"
             for name, value in sorted(batch.items())
         )
         key = f"{names} {self.known.flags()}"
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
+        if key in self._foreign_decisions and self.loss_decisions[key][:2] != decision[:2]:
+            self.loss_decisions[key] = decision
+        self._foreign_decisions.discard(key)
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
         is_same = head is not None and head.vocabulary == vocabulary
         rule = replace(rule, shifts=bool(shifts), takes_count=bool(takes_count))
