@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.app.config.command_line import CommandOption, importing, parse_command, run_command, say, take_gpus
+from offload.app.config.command_line import (
+    HOST_MEMORY,
+    CommandOption,
+    importing,
+    parse_command,
+    run_command,
+    say,
+    take_gpus,
+)
 from offload.errors import ConfigError, DoesNotFitError
-from offload.sizes import parse_size
 
 if TYPE_CHECKING:
     from offload.app.config.config import Config
@@ -26,29 +33,24 @@ OPTIONS = {
         "(default: this machine)",
         "Write for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
     ),
-    "host-memory": CommandOption(
-        "SIZE", "(default: as described)", "Free host memory of the described machine, such as 60GiB."
-    ),
+    "host-memory": HOST_MEMORY,
 }
 
 
 def main(words: list[str]) -> int:
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.init", description=DESCRIPTION, own=OPTIONS)
-    described = own["hardware"]
-    if described is None and own["host-memory"] is not None:
-        raise ConfigError("--host-memory describes another machine; set --offload.host_memory for a limit on this one.")
     path = Path(own["out"] or "offload.yaml").expanduser()
     if path.exists():
         raise ConfigError(f"{path} exists, and is kept; give another file with --out.")
     with importing():
         from offload.app.hf.models import quiet_transformers
-        from offload.extras.plan.alternatives import this_hardware
+        from offload.extras.plan.alternatives import choose_hardware
         from offload.extras.plan.forecast import Forecaster
         from offload.extras.plan.run_forecast import describe_misfit
     quiet_transformers()
-    hardware = this_hardware(config) if described is None else _described(described, own["host-memory"])
-    forecaster = Forecaster(config, num_ranks, plans_downloads=described is not None)
+    hardware = choose_hardware(config, own["hardware"], own["host-memory"])
+    forecaster = Forecaster(config, num_ranks, plans_downloads=own["hardware"] is not None)
     config, prediction = _fitting(forecaster, config, hardware)
     if not prediction.fits:
         say(describe_misfit(prediction))
@@ -57,15 +59,6 @@ def main(words: list[str]) -> int:
     path.write_text(f"# {_forecast(prediction)}\n# {command}\n\n{config.to_yaml(defaults=False)}", encoding="utf-8")
     print(f"{path}: {_forecast(prediction)}\n{command}")
     return 0
-
-
-def _described(name: str, host_memory: str | None) -> Hardware:
-    from offload.extras.plan.machine_files import read_machine
-
-    hardware = read_machine(name)
-    if host_memory is None:
-        return hardware
-    return hardware.with_(host_bytes=parse_size(host_memory, "--host-memory"))
 
 
 def _fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> tuple[Config, Forecast]:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.app.config.command_line import (
+    HOST_MEMORY,
+    CommandOption,
+    importing,
+    is_on,
+    parse_command,
+    run_command,
+    say,
+    take_gpus,
+)
 from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +34,7 @@ OPTIONS = {
         "(default: this machine)",
         "Plan for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
     ),
+    "host-memory": HOST_MEMORY,
     "machines": CommandOption(
         "N", "(default: 1)", "Plan for a run on so many such machines, each with the ranks that --gpus says."
     ),
@@ -47,11 +57,9 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
     with importing():
         from offload.app.hf.models import quiet_transformers
-        from offload.extras.plan.alternatives import MAX_FORECASTS, forecast, this_hardware
-        from offload.extras.plan.machine_files import read_machine
+        from offload.extras.plan.alternatives import MAX_FORECASTS, choose_hardware, forecast
     quiet_transformers()
-    described = own["hardware"]
-    hardware = this_hardware(config) if described is None else read_machine(described)
+    hardware = choose_hardware(config, own["hardware"], own["host-memory"])
     connected = _connected(hardware, own["machines"], own["link"])
     most = MAX_FORECASTS if own["tries"] is None else _whole_number(own["tries"], "--tries", "of forecasts")
     prediction = forecast(config, connected, num_ranks, say, most)

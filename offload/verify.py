@@ -35,7 +35,12 @@ def main(words: list[str]) -> int:
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
-    from offload.app.checkpoint_folder import checkpoints_of, is_checkpoint, verify_with_progress  # imports torch
+    from offload.app.checkpoint_folder import (  # imports torch
+        checkpoints_of,
+        hint_of_model,
+        is_checkpoint,
+        verify_with_progress,
+    )
     from offload.app.hf.models import quiet_transformers
     from offload.extras.tools.folder_check import verify_folder
 
@@ -52,7 +57,10 @@ def main(words: list[str]) -> int:
     elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
         report["checked"] = [_check(path, verify_folder, show)]
     else:
-        raise ConfigError(f"{path} holds neither checkpoints nor a Hugging Face model; see --help for the formats.")
+        raise ConfigError(
+            f"{path} holds neither checkpoints nor a Hugging Face model; see --help for the formats."
+            f"{hint_of_model(path)}"
+        )
     if options.json:
         print(json.dumps(report, indent=2))
     return 0 if all(each["whole"] for each in report["checked"]) else 1

@@ -147,18 +147,28 @@ def verify_with_progress(folder: Path) -> str:
         return f"{about}; all checksums agree"
 
 
-def choose_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+def hint_of_model(run: Path) -> str:
+    """Return a sentence about the model of a run that saved no checkpoint; empty without one."""
+    model = run / "hf"
+    return f" The run saved none, and the trained model is {model}." if model.is_dir() else ""
+
+
+def choose_checkpoint(path: Path, say: Callable[[str], None], others: str = "") -> Path:
     """Return the checkpoint for a path: the folder itself, or the newest intact one of a run.
 
-    Reads the candidates of a run to verify them. say: receives the choice and the reasons for skipped ones. Raises
-    ConfigError without any checkpoint, CheckpointError without an intact one.
+    Reads the candidates of a run to verify them. say: receives the choice and the reasons for skipped ones. others:
+    further formats for the error, such as "a file, ". Raises ConfigError without any checkpoint, CheckpointError
+    without an intact one.
     """
     if is_checkpoint(path):
         return path
     checkpoints = checkpoints_of(path)
     if checkpoints is None:
         problem = "holds no checkpoint" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {problem}; give RUN/checkpoints/step-N, or RUN for its newest undamaged one.")
+        raise ConfigError(
+            f"{path} {problem}; give {others}RUN/checkpoints/step-N, or RUN for its newest undamaged one."
+            f"{hint_of_model(path)}"
+        )
     good, damaged = checkpoints.newest_intact(verify_with_progress)
     for folder, reason in damaged:
         say(f"{folder.name} is skipped: {reason}")
@@ -170,13 +180,8 @@ def choose_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
 def choose_model(path: Path, say: Callable[[str], None]) -> Path:
     """Return the Hugging Face folder or the checkpoint for a path; for a run as in `choose_checkpoint`."""
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist; give a Hugging Face folder, a checkpoint (RUN/checkpoints/step-N), or RUN for its "
-            "newest one."
-        )
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
-    return path if is_folder else choose_checkpoint(path, say)
+    return path if is_folder else choose_checkpoint(path, say, others="a Hugging Face folder, ")
 
 
 def write_small(path: Path, text: str) -> None:

@@ -87,6 +87,16 @@ def test_help_and_a_process_of_its_own(name: str, made: Path, tmp_path: Path) ->
         assert words_said in said[0]
 
 
+@pytest.mark.parametrize("name", ["export", "verify", "generate"])
+def test_a_run_without_a_checkpoint_names_the_trained_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    command, more = {"export": (export, ["out"]), "verify": (verify, []), "generate": (generate, ["--prompt", "a"])}[
+        name
+    ]
+    with pytest.raises(ConfigError, match=f"the trained model is {tmp_path / 'hf'}"):
+        command.main([str(tmp_path), *more])
+
+
 # -- export ------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +182,7 @@ def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
         ConfigError, match=r"^--prompt is missing; write --prompt TEXT, or --chat for a conversation\.$"
     ):
         call(generate, tmp_path)
-    with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, a checkpoint"):
+    with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, RUN"):
         call(generate, tmp_path / "nowhere", "--prompt", "a")
     with pytest.raises(ConfigError, match="does not exist"):
         call(verify, tmp_path / "nowhere")

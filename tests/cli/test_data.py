@@ -348,6 +348,22 @@ def test_options_are_checked(here: Path, more: tuple[str, ...], said: str) -> No
         main(words(*more))
 
 
+@pytest.mark.parametrize(
+    ("length", "shown", "said"),
+    [
+        (("--train.steps", "1"), 4, "1 step of 4 rows: "),
+        (("--train.steps", "none", "--train.max_seconds", "9"), 5, "\nsteps of 4 rows; "),
+    ],
+)
+def test_no_rows_are_shown_after_the_last_step(
+    length: tuple[str, ...], shown: int, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*words(), *length, "--samples", "5"])
+    out = capsys.readouterr().out
+    assert out.count("\nstep ") == shown
+    assert said in out
+
+
 def test_ids_without_a_tokenizer_are_numbers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save("ids.npy", np.arange(256, dtype=np.uint16))
     main(words("--data.packing_isolated", "false", "--samples", "1", "--data.eval_share", "0", source="ids.npy"))

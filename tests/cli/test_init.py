@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from offload import plan
 from offload.app.config.config import Config
 from offload.errors import ConfigError
 from offload.extras.plan import alternatives
@@ -74,6 +75,10 @@ def test_train_takes_the_file_and_a_file_is_kept(
     assert (folder / "offload.yaml").read_text() == before
 
 
-def test_the_memory_of_this_machine_is_not_described(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [main, plan.main])
+def test_the_memory_of_this_machine_is_not_described(
+    command: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"set --offload\.host_memory for a limit"):
-        main([*WORDS, "--host-memory", "1GiB", "--out", str(tmp_path / "run.yaml")])
+        command([*WORDS, "--host-memory", "1GiB"])

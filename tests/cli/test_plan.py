@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
+from offload.sizes import parse_size
 from tests.cli.conftest import LLAMA
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
@@ -44,6 +45,21 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     fitting = {each["change"]: each["step_seconds"] for each in found["alternatives"] if each["fits"]}
     assert {each["change"]: each["step_seconds"] for each in found["levers"]} == fitting
     assert found["hides_from_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        (("--host-memory", "1GiB"), "1GiB"),
+        (("--offload.host_memory", "80GiB"), "64GiB"),
+        (("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB"),
+    ],
+)
+def test_the_limit_of_the_host_is_the_smaller_of_budget_and_memory(
+    more: tuple[str, ...], limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = told(capsys, *SMALL, *HOST, *more)
+    assert {found["tiers"][tier]["budget_bytes"] for tier in ("pinned", "cpu")} == {parse_size(limit)}
 
 
 @pytest.mark.slow

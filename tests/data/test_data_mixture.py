@@ -184,8 +184,10 @@ def test_names_tell_sources_apart() -> None:
     sources = [
         *(Source((path,)) for path in ("a/x.jsonl.gz", "b/x.csv", "team/set", "builtin:stdlib", "y.txt", "y.txt")),
         Source(("team/other",), split="test"),
+        *(Source((glob,)) for glob in ("notes/*.txt", "logs/**/*.txt", "part-*.txt", "*.md")),
     ]
     expected = ["a/x.jsonl.gz", "b/x.csv", "set", "builtin:stdlib", "y.txt", "y.txt#2", "other[test]"]
+    expected += ["notes", "logs", "part-*", "*.md"]
     assert names_of(sources) == expected
 
 

@@ -228,6 +228,11 @@ class CommandOption(typing.NamedTuple):
     help: str
 
 
+HOST_MEMORY = CommandOption(
+    "SIZE", "(default: as described)", "Free host memory of the described machine, such as 60GiB."
+)
+
+
 def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
     """Return the checked configuration of `train` from the command line.
 

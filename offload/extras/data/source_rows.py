@@ -228,11 +228,11 @@ def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
 
 
 def names_of(sources: Sequence[Source]) -> list[str]:
-    """Return unique source names for logs: the last path part without ending, or the whole source if ambiguous."""
-    short = [
-        decompressed_name(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
-        for source in sources
-    ]
+    """Return unique source names for logs: the last path part without ending, or the whole source if ambiguous.
+
+    For a glob such as "notes/*.txt" the name is the folder.
+    """
+    short = [_short_name(source.paths[0]) + (f"[{source.split}]" if source.split else "") for source in sources]
     whole = [str(source) for source in sources]
     names = [one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)]
     seen: Counter[str] = Counter()
@@ -241,3 +241,9 @@ def names_of(sources: Sequence[Source]) -> list[str]:
         if seen[name] > 1:
             names[index] = f"{name}#{seen[name]}"
     return names
+
+
+def _short_name(path: str) -> str:
+    *folders, _ = PurePosixPath(path).parts
+    parts = (*folders, decompressed_name(PurePosixPath(path)).stem)
+    return next((part for part in reversed(parts) if part.strip("*?")), path)

@@ -163,10 +163,10 @@ class DataView:
     ) -> DataView:
         """Build the preview.
 
-        `num_samples`: sample rows (or pairs) from the first step on. `most_tokens`: positions in the model. None: no
-        limit.
+        `num_samples`: sample rows (or pairs) from the first step on, at most those of the run. `num_steps`: 0 is no
+        limit. `most_tokens`: positions in the model. None: no limit.
         """
-        num_samples *= data.group
+        num_samples = min(num_samples, num_steps * data.batch_size // data.group or num_samples) * data.group
         sources = tuple(_source(rows, data, targets) for rows in data.sources)
         quotas = data.quotas
         padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
@@ -230,8 +230,8 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
 def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
-    often = f"{ratio(view.epochs)} times the data"
-    told = f"{counted(view.num_steps, 'step')} of {rows}: {often}; {describe_padding(view.padding_share)}"
+    length = f"{counted(view.num_steps, 'step')} of {rows}: {ratio(view.epochs)} times the data"
+    told = f"{length if view.num_steps else f'steps of {rows}'}; {describe_padding(view.padding_share)}"
     if view.better_length is None:
         return told
     better = view.better_length

@@ -19,12 +19,14 @@ from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, format_bytes
 from offload.extras.large.tiles import tile_rows
 from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import KEPT
 from offload.extras.plan.probe import LEAST_BYTES, probe
 from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware
 from offload.planning.disk import optimizer_bytes
 from offload.planning.memory import BUDGETS
+from offload.sizes import parse_size
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
@@ -118,6 +120,20 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
+def choose_hardware(config: Config, described: str | None, host_memory: str | None) -> Hardware:
+    """Return the machine for a plan, by the values of --hardware (None: this machine) and --host-memory.
+
+    Raises ConfigError for a host memory without a description, and the errors of `this_hardware`.
+    """
+    if described is not None:
+        hardware = read_machine(described)
+        host_bytes = parse_size(host_memory, "--host-memory")
+        return hardware if host_bytes is None else hardware.with_(host_bytes=host_bytes)
+    if host_memory is not None:
+        raise ConfigError("--host-memory describes another machine; set --offload.host_memory for a limit on this one.")
+    return this_hardware(config)
+
+
 def place_or_fix(
     forecaster: Forecaster, initial: Forecast, say: Callable[[str], None], most: int = MAX_FORECASTS
 ) -> Forecast:
@@ -126,7 +142,7 @@ def place_or_fix(
     say: receives the shortage before a search that takes seconds. most: limit for the search, in forecasts.
     """
     if not initial.fits:
-        say(f"{initial.shortage} Looking for the smallest change that fits ...")
+        say(f"{initial.shortage} Looking for another placement, or the smallest change that fits ...")
     prediction = place(forecaster, initial)
     if prediction.fits:
         return prediction

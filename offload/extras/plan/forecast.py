@@ -171,8 +171,8 @@ class Forecast:
             if (each.tier, each.name) == ("cpu", OPERATIONS):
                 continue
             budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
-            if each.tier in ("cpu", "pinned") and budget is None:
-                budget = self.memory.host_bytes
+            if each.tier in ("cpu", "pinned"):
+                budget = min(self.memory.host_bytes if budget is None else budget, self.memory.host_bytes)
             total = totals.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
             total["bytes"] += each.num_bytes
             total["allocations"].append({"name": each.name, "bytes": each.num_bytes})
