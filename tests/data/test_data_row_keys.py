@@ -113,6 +113,11 @@ OF_ROWS = [  # key, row, expected text or error action
     ("position_ids", {**IDS, "position_ids": "[0, 1, 0]"}, BadRow),
     ("position_ids", {**IDS, "position_ids": [0, 1, 0]}, BadRow),
     ("position_ids", {**IDS, "position_ids": [0, 1, 2]}, [1, 1, 1]),
+    *(
+        ("position_ids", {**IDS, "attention_mask": mask, "position_ids": places}, [1, 1])
+        for mask, places in (([1, 1, 0], [0, 1, 0]), ("[1, 1, 0]", "[0, 1, 1]"), ([0, 1, 1], [1, 0, 1]))
+    ),
+    ("position_ids", {**IDS, "attention_mask": [1, 1, 1], "position_ids": [0, 1, 0]}, BadRow),
     ("seq_lengths", {**IDS, "seq_lengths": [2, 1]}, BadRow),
 ]
 OF_MESSAGES = [

@@ -269,9 +269,15 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
             )
         return max(len(before), common_prefix_length(prompt, text)), text, marks
     raise BadRow(
-        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
-        "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
-        "tokens, or use a tokenizer with {% generation %} marks in its template."
+        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, "
+        f"{'an answer' if is_answer else 'a message with a mark'}, when this message is added, so the tokens of the "
+        "message cannot be found. "
+        + (
+            "Set data.train_on_prompt=true to train on all tokens, or use a tokenizer with {% generation %} marks in "
+            "the template."
+            if is_answer
+            else "Leave the mark out."
+        )
     )
 
 

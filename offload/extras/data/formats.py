@@ -394,7 +394,7 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
             f"{where} lacks {_quote_names(missing)} for data.format={data_format}; "
             f"it has {_quote_names(sorted(record)) or 'nothing'}."
         )
-    check_row(data_format, record, where)
+    check_row(data_format, _without_padding(record) if data_format == "tokens" else record, where)
     if data_format == "tokens":
         return _parse_ids(record, where)
     if data_format == "jsonl":
@@ -627,6 +627,14 @@ def _parse_json(value: Any, where: str) -> Any:
 def _parse_list(value: Any, where: str) -> Any:
     """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
     return _parse_json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
+
+
+def _without_padding(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of token ids without the positions of padding, which may be any."""
+    mask, positions = (typed(record.get(key)) for key in ("attention_mask", "position_ids"))
+    if not isinstance(mask, list) or not isinstance(positions, list) or len(mask) != len(positions):
+        return record
+    return {**record, "position_ids": [place for place, attended in zip(positions, mask, strict=True) if attended]}
 
 
 def _parse_ids(record: dict[str, Any], where: str) -> Ids:
