@@ -23,6 +23,7 @@ import pytest
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.rows import read_rows
+from offload.extras.data.task import write_rows
 from tests.data.asked import files_of, source_of
 
 Rows = list[dict[str, Any]]
@@ -111,8 +112,11 @@ JSON_COLUMNS = {
 
 
 @pytest.mark.parametrize("name", JSON_COLUMNS)
-def test_json_in_columns_is_read_as_datasets_reads_it(name: str, tmp_path: Path) -> None:
-    """In files and saved sets: calls with other arguments in each row, with null among them."""
+def test_json_in_columns_is_read_as_datasets_reads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files, saved sets and sets from Python: calls with other arguments in each row, with null among them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = [
         {
             "messages": [
@@ -130,7 +134,7 @@ def test_json_in_columns_is_read_as_datasets_reads_it(name: str, tmp_path: Path)
     as_text = pq.read_table(tmp_path / "a.parquet")
     plain = pa.schema([pa.field(f.name, _without_extension(f.type)) for f in as_text.schema], as_text.schema.metadata)
     pq.write_table(as_text.cast(plain), tmp_path / "texts.parquet")  # with the note in the metadata alone
-    for place in ("saved", "a.parquet", "texts.parquet"):
+    for place in ("saved", "a.parquet", "texts.parquet", write_rows(saved, "data")):
         (file,) = files_of(str(tmp_path / place))
         found = [row for _, row in read_rows(file)]
         assert [row["tools"] for row in found] == [row["tools"] for row in saved] == [row["tools"] for row in rows], (
@@ -138,6 +142,19 @@ def test_json_in_columns_is_read_as_datasets_reads_it(name: str, tmp_path: Path)
         )
         found = [{"messages": [{k: v for k, v in m.items() if v is not None} for m in r["messages"]]} for r in found]
         assert found == wanted, place
+
+
+def test_a_data_set_from_python_is_the_one_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: keep the nulls, so that each call has the arguments of all calls."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls = [[{"function": {"name": "f", "arguments": {key: 1}}}] for key in "ab"]
+    rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": each}], "id": 1} for each in calls]
+    data = datasets.Dataset.from_list([*rows, {"messages": None, "id": None}])
+    data.save_to_disk(tmp_path / "saved")
+    for place in (str(tmp_path / "saved"), write_rows(data, "data"), write_rows(data.to_iterable_dataset(), "data")):
+        assert [row for _, row in read_rows(files_of(place)[0])] == [*rows, {}], place
+    texts = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])["text"]
+    assert [row for _, row in read_rows(files_of(write_rows(texts, "data"))[0])] == [{"text": "a"}, {"text": "b"}]
 
 
 def _without_extension(kind: Any) -> Any:

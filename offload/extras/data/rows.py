@@ -291,15 +291,15 @@ def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
                 ) from error
             if batch is None:
                 break
-            step, in_json = _piece_rows(batch.nbytes, batch.num_rows), _json_columns(batch.schema)
+            step, in_json = _piece_rows(batch.nbytes, batch.num_rows), json_columns(batch.schema)
             for begin in range(0, batch.num_rows, step):
                 for content in batch.slice(begin, step).to_pylist():
-                    yield f"{file.place}, row {row}", _from_json(_without_nulls(content), in_json)
+                    yield f"{file.place}, row {row}", _from_json(without_nulls(content), in_json)
                     row += 1
 
 
-def _json_columns(schema: Any) -> Any:
-    """Return the places of JSON in a row, for `_from_json`.
+def json_columns(schema: Any) -> Any:
+    """Return the places of JSON in a row, for `_from_json` and `without_nulls`.
 
     `datasets` has columns, elements and keys of the type `Json()`: `arrow.json` in Arrow, or a text and a note in the
     metadata. A place is True, a dictionary of keys, or a list with the place in each element. None: no JSON.
@@ -337,12 +337,16 @@ def _from_json(value: Any, place: Any) -> Any:
         return value
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove null values: in a message column, each message has the keys of all messages."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_without_nulls(each) for each in value]
+def without_nulls(value: Any, in_json: Any = None) -> Any:
+    """Remove null values: in a message column, each message has the keys of all messages.
+
+    `in_json`: places of parsed JSON, in which a null is a value.
+    """
+    if isinstance(value, dict) and in_json is not True:
+        places = in_json or {}
+        return {key: without_nulls(each, places.get(key)) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list) and in_json is not True:
+        return [without_nulls(each, in_json[0] if in_json else None) for each in value]
     return value
 
 

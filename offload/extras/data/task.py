@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +68,22 @@ def write_rows(rows: Any, name: str) -> str:
 def _rows(rows: Any, name: str) -> Iterable[Any]:
     if isinstance(rows, Mapping):
         raise ConfigError(f"{name} is a mapping of {', '.join(map(str, rows))}: give the rows of one of them.")
+    if type(rows).__module__.partition(".")[0] == "datasets":
+        return _rows_of_data_set(rows)
     if isinstance(rows, Iterable):
         return rows
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
         return (rows[index] for index in range(len(rows)))
     raise ConfigError(f"{name} is a {type(rows).__name__}; it should be a path, a list of rows, or a data set.")
+
+
+def _rows_of_data_set(rows: Any) -> Iterator[Any]:
+    """Yield the rows as the same data set in a file has them: a null counts as an absent key."""
+    from offload.extras.data.rows import json_columns, without_nulls
+
+    schema = getattr(getattr(rows, "features", None), "arrow_schema", None)  # none for one column, and for some streams
+    in_json = None if schema is None else json_columns(schema)
+    return (without_nulls(row, in_json) for row in rows)
 
 
 def _line(row: Any, where: str) -> bytes:
