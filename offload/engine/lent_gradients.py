@@ -30,6 +30,8 @@ class LentGradients:
     def __init__(self, state: EngineState) -> None:
         self._state, self._store, self._measures = state, state.store, state.gradients.measures
         self._squares: dict[Region, list[float]] = {}  # of each lent region, at the last look
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By parameter: the memory of the gradient, and the tensor of the script, which may take other memory."""
         self._used: dict[int, bool] = {}
         """Parameters with a gradient in the last step of a torch optimizer, by index. True: set to zero since."""
 
@@ -58,13 +60,20 @@ class LentGradients:
         if not self._state.gradients.are_complete:
             self._state.updates.measure()
         self.add_zeros()
-        gradient = self._store.values.gradient(info.index, self._measures.touched)
-        if gradient is not None and (region := self._store.values.region(info.index)) not in self._squares:
-            self._squares[region] = self._look(region)
-        return gradient
+        if info.index not in self._lent:
+            gradient = self._store.values.gradient(info.index, self._measures.touched)
+            if gradient is None:
+                return None
+            self._lent[info.index] = gradient, gradient.data  # no view: a script may call detach_()
+            if (region := self._store.values.region(info.index)) not in self._squares:
+                self._squares[region] = self._look(region)
+        return self._lent[info.index][1]
 
     def measure_changed(self) -> None:
-        """Measure the regions again in which the script has changed gradients."""
+        """Measure the regions again in which the script has changed gradients, also by `grad.data = tensor`."""
+        for memory, lent in self._lent.values():
+            if lent.data_ptr() != memory.data_ptr():
+                memory.copy_(lent)
         for region, before in self._squares.items():
             if (now := self._look(region)) != before:
                 self._measures.correct(region, now)
@@ -78,6 +87,7 @@ class LentGradients:
     def forget(self) -> None:
         """End the step. No gradient is left."""
         self._squares.clear()
+        self._lent.clear()
         self._used.clear()
 
     # -- after the step of a torch optimizer -----------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.entries import Entries, ModelCall
 from offload.engine.lent_gradients import LentGradients
@@ -178,7 +179,8 @@ class OwnLoop:
             is_new, is_claim = trial_runs.known.is_new_call(call), trial_runs.known.is_claim(call)
             own = RankBatch(f"own loop {call.name}".rstrip(), is_new=is_new or is_claim)
             if agree_on_pass(state.comm, own).is_new:
-                self._steps.prepare_call(call, is_new)
+                with saved_tensors_hooks(_same, _same):  # a checkpoint around the call would save tensors of the trial
+                    self._steps.prepare_call(call, is_new)
             self._open_step()
 
     def _open_step(self) -> None:
@@ -195,6 +197,10 @@ class OwnLoop:
             self._state.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)
             self.is_open = True
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _refuse_transforms() -> None:

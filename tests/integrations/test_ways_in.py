@@ -93,12 +93,12 @@ class Keeping(Net):
 
 
 class WatchedBlock(Block):
-    """Scales the gradient of its result by a hook."""
+    """Scales the gradients of its input and its result by hooks, also where no graph is needed otherwise."""
 
     def forward(self, h: Tensor) -> Tensor:
+        h.register_hook(lambda gradient: 2 * gradient)
         out = super().forward(h)
-        if out.grad_fn is not None:
-            out.register_hook(lambda gradient: 0.5 * gradient)
+        out.register_hook(lambda gradient: 0.5 * gradient)
         return out
 
 

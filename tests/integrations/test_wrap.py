@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import ConfigError, DoesNotFitError
@@ -19,7 +20,7 @@ from offload.integrations import wrap
 from offload.native import kernels
 from tests.engine.compare import assert_same
 from tests.engine.device import TWO_KERNELS, own_device, twin
-from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.matrix import matrix
 
 pytestmark = TWO_KERNELS
@@ -318,6 +319,91 @@ def test_a_refused_model_is_whole() -> None:
     assert_same(model.state_dict(), before)
     ours, _ = offload.wrap(model, over_all(model))
     assert_same(ours.state_dict(), before)
+
+
+class TwoCasts(Block):
+    """Casts its input twice under autocast: the gradients of both are added in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 24)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.norm(h) + self.down(torch.tanh(self.up(h)) * self.gate(h))
+
+
+def loss_with_kept_activation(model: Any, batch: Any) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    handle = model.blocks[0].up.register_forward_hook(lambda _module, _inputs, result: kept.append(result))
+    loss = cross_entropy(model(batch["x"]), batch)
+    handle.remove()
+    return loss + kept[-1].square().mean()
+
+
+def loss_over_checkpoints(model: Any, batch: Any) -> torch.Tensor:
+    h = model.embedding(batch["x"])
+    for block in model.blocks:
+        h = checkpoint(block, h, use_reentrant=False)
+    return cross_entropy(model.head(h), batch)
+
+
+def loss_under_autocast(model: Any, batch: Any) -> torch.Tensor:
+    with torch.autocast(own_device().type, torch.bfloat16):
+        return cross_entropy(model(batch["x"]), batch)
+
+
+def replace_data(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.data = 0.5 * p.grad.data
+
+
+def detach(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.detach_()
+        p.grad.mul_(0.5)
+
+
+def delete_gradients(model: Any) -> None:
+    for p in model.parameters():
+        del p.grad
+
+
+def zero_together(model: Any) -> None:
+    torch._foreach_zero_([p.grad for p in model.parameters()])
+
+
+PLAIN: tuple[Any, ...] = (lambda model, batch: cross_entropy(model(batch["x"]), batch), lambda model: None, None)
+HABITS: dict[str, tuple[Any, ...]] = {  # loss, change of the gradients, and clearing, where not as in PLAIN
+    "a hook keeps an activation for the loss, from the second step on": (loss_with_kept_activation,),
+    "a checkpoint around each block": (loss_over_checkpoints,),
+    "autocast": (loss_under_autocast,),
+    "grad.data = tensor": (PLAIN[0], replace_data),
+    "grad.detach_()": (PLAIN[0], detach),
+    "del grad": (*PLAIN[:2], delete_gradients),
+    "all gradients set to zero together": (*PLAIN[:2], zero_together),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
+def test_a_habit_has_the_bits_of_plain_pytorch(habit: tuple[Any, ...]) -> None:
+    loss_of, change, clear = *habit, *PLAIN[len(habit) :]
+
+    def trained(model: Any, optimizer: Any) -> Any:
+        for step in range(3):
+            batch = {key: value.to(own_device()) for key, value in words(step).items()}
+            (loss_of if step else PLAIN[0])(model, batch).backward()
+            change(model)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            (clear or nn.Module.zero_grad)(model)
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    model = Stack(TwoCasts)
+    reference = twin(model)
+    wrapped_model, optimizer = offload.wrap(model, adamw(model), parameters="cpu", optimizer="cpu")
+    assert_same(trained(wrapped_model, optimizer), trained(reference, adamw(reference, KernelAdamW)))
+    optimizer.engine.close()
 
 
 def test_the_optimizer_clips_where_plain_pytorch_cannot() -> None:

@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
 
+from torch import nn
+
 from offload.distributed.comm import digest
 from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
@@ -72,6 +74,7 @@ class KnownPasses:
         self.claims: set[str] | None = None
         self.modes = 0
         self._modes: tuple[list[bool], list[int]] = ([], [])
+        self._hooks: list[list[str]] = []  # of each module, at the last recording or call
         self._modules = list(state.model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self.configs = list(configs.values())
@@ -116,7 +119,15 @@ class KnownPasses:
         return f"{name and f'{name} '}{len(args)} {sorted(kwargs)} {sorted([*plain, *ints], key=repr)} {self.flags()}"
 
     def forget_other_modes(self) -> None:
-        """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
+        """Discard recordings from another training mode (dropout, moving statistics), for other frozen parameters, or
+        with other forward hooks, which may keep tensors.
+        """
+        hooks, before = [*map(_hooks_of, self._modules)], self._hooks
+        self._hooks = hooks
+        if before and hooks != before:
+            self.checks.clear()
+            self.results.clear()
+            self.choices.clear()
         if self.update_modes():
             self.results.clear()
             self.choices.clear()
@@ -234,3 +245,9 @@ def code_hash(code: CodeType) -> int:
 
 def _options(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None)]
+
+
+def _hooks_of(module: nn.Module) -> list[str]:
+    """Return the names of the functions that a module calls around the forward."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]

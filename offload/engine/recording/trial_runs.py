@@ -176,23 +176,37 @@ class TrialRuns:
             with isolated(self._state, self._roots):  # each run starts from the same state
                 return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
-        head, loss = None, as_loss(loss_fn)
+        loss = as_loss(loss_fn)
         if loss.counts_groups and not loss.needs.allows_chunks:
             return LossRule(), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
         if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
-        # Dropout would blur the comparisons.
-        with isolated(self._state, self._roots), in_eval_mode(self._model):
-            # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
-            # enough, as slow as a normal run: reads do not depend on the labels.
-            trials = LabelTrials(self._model, run, self._recorded_losses)
-            self._run_until_settled(lambda _: trials.learn(probe))
-            rule = probe_loss(self._model, probe, trials, loss_fn)
-            if rule is not None and self._may_cut_rows and not form.is_whole:
-                rule = replace(rule, obstacle=self._find_other_weights(probe, rule, trials, form, loss_fn))
-            if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
+
+        def probe_with(has_graph: bool) -> tuple[LossRule | None, ChunkedHead | None]:
+            head = None
+            # Dropout would blur the comparisons.
+            with isolated(self._state, self._roots), in_eval_mode(self._model), torch.set_grad_enabled(has_graph):
+                # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
+                # enough, as slow as a normal run: reads do not depend on the labels.
+                trials = LabelTrials(self._model, run, self._recorded_losses)
+                self._run_until_settled(lambda _: trials.learn(probe))
+                rule = probe_loss(self._model, probe, trials, loss_fn)
+                if rule is not None and self._may_cut_rows and not form.is_whole:
+                    rule = replace(rule, obstacle=self._find_other_weights(probe, rule, trials, form, loss_fn))
+                if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
+                    head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
+            return rule, head
+
+        try:
+            rule, head = probe_with(False)
+        except ENGINE_ERRORS:
+            raise
+        except Exception:  # a forward that asks for its graph, as by h.register_hook, runs with one alone
+            if not self._has_backward:
+                raise
+            with self._state.runner.saved.trial_mode():
+                rule, head = probe_with(True)
         self.forget_traffic()
         return rule, head
 

@@ -73,8 +73,8 @@ class OffloadedTensor(torch.Tensor):
             others = {key: value for key, value in kwargs.items() if key != "weight"}
             return weight.functions[func](*args[:1], *args[2:], **others)
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
-            if func == _SET_GRAD and args[0].is_placeholder:
-                return _set_gradient(args[0].holder, args[0].info, args[1])
+            if func in (_SET_GRAD, _DELETE_GRAD) and args[0].is_placeholder:
+                return _set_gradient(args[0].holder, args[0].info, args[1] if func == _SET_GRAD else None)
             args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse(args[0].info, "address")
@@ -184,6 +184,10 @@ class ResidentParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         _set_gradient(self.holder, self.info, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        _set_gradient(self.holder, self.info, None)
+
     @property
     def data(self) -> Any:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
@@ -253,7 +257,7 @@ class UsedGradient(torch.Tensor):
         if func in _ZEROS or (func is torch.ops.aten.fill_.Scalar and not args[1]):
             for each in used:
                 each.clear()
-            return args[0]
+            return args[0] if func._schema.returns else None
         raise ConfigError(
             f"the gradient of {used[0].info.name} was used after optimizer.step(), where its memory serves the update "
             f"({func}). Read or change gradients between backward and step, and clear them with optimizer.zero_grad()."
@@ -362,12 +366,14 @@ def _is_in_place(gradient: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 _GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
+_DELETE_GRAD = vars(torch._C.TensorBase)["grad"].__delete__
 _GET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _STATE = {
     _GET_REQUIRES_GRAD,
     vars(torch._C.TensorBase)["requires_grad"].__set__,
     torch.Tensor.requires_grad_,
     _SET_GRAD,
+    _DELETE_GRAD,
     torch._has_compatible_shallow_copy_type,
 }
 """Functions of the placeholder itself, not of the values."""
@@ -386,6 +392,7 @@ _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {
     _SET_GRAD: "be given a gradient",
+    _DELETE_GRAD: "lose its gradient",
     torch.Tensor.share_memory_: "move into shared memory",
     torch.Tensor.set_: "be given another storage",
 }

@@ -139,10 +139,16 @@ def run_with_graph(
     released = leaving or ()
     for i in released:
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
-    versions = {i: inputs[i]._version for i in released}
+    # Autocast casts a leaf once for all uses, so the gradients of an input would be summed in the lower precision.
+    entering = range(len(inputs)) if torch.is_autocast_enabled(use.runner.device.torch_device.type) else released
+    versions = {i: inputs[i]._version for i in entering if i not in changed}
     with torch.enable_grad():
         graph_inputs = [
-            _Entrance.apply(leaf, t.detach()) if i in released else leaf.clone() if i in changed else leaf
+            leaf.clone()
+            if i in changed
+            else _Entrance.apply(leaf, t.detach())
+            if i in entering and leaf.requires_grad
+            else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = use.runner.run(unit, use._replace(tensors=graph_inputs), forward)
