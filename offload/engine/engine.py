@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -131,7 +131,13 @@ class Engine(StateAccess):
         self._state.ownership.engine = self
         if self.comm.size == 1:
             self._state.ownership.read_as_given(self._state.dtypes)
-        self._state.ownership.save_as_given(self.model, self._state.caches.with_original_flags)
+        self._state.ownership.save_as_given(self.model, self._as_original)
+
+    @contextmanager
+    def _as_original(self) -> Iterator[None]:
+        """Context in which a script sees the original configuration, and a forward is no step of a loop."""
+        with self._state.caches.with_original_flags(), self._state.runner.as_engine_calls():
+            yield
 
     # -- a step ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ needs("accelerate", "peft")
 pytestmark = cpu_only("accelerate does not know the simulated accelerator")
 
 from accelerate import Accelerator  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft import LoraConfig, PromptEncoderConfig, get_peft_model  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
@@ -168,3 +168,23 @@ def test_every_key_that_a_script_saves_is_as_without_an_engine(
         for name in ("ours", "theirs")
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize("budget", ["none", "160KiB"], ids=["on the device", "streamed"])
+def test_a_learned_prompt_is_saved_in_fp32(budget: str, tmp_path: Path) -> None:
+    """PEFT saves the result of a forward. The engine computes in bf16 otherwise."""
+    prompt = PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(llama(), prompt)
+    model.save_pretrained(tmp_path / "plain")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    model, optimizer = offload.wrap(model, optimizer, precision="bf16", device_memory=budget)
+    ids = torch.arange(8)[None]
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.save_pretrained(tmp_path / "ours")
+    plain, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "ours"))
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(ours[name], value) and ours[name].dtype == value.dtype for name, value in plain.items())
+    optimizer.engine.close()

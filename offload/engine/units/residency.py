@@ -223,6 +223,7 @@ class ModelOwnership:
         self.state = _OWNED
         self._note_read: Callable[[int], None] | None = None
         self._handles: list[Any] = []
+        self._is_saving = False
 
     def connect(self, queries: EngineQueries) -> None:
         """Connect the engine. Only a weak reference is stored."""
@@ -283,11 +284,15 @@ class ModelOwnership:
     ) -> Any:
         """Call a function while every parameter of the model is a placeholder, also in units on the device.
 
-        transformers writes the dtype of the first parameter to config.json.
+        transformers writes the dtype of the first parameter to config.json. PEFT saves the result of a forward as a
+        learned prompt.
         """
         with original(), ExitStack() as shown:
             for unit in _living(self._units):
                 shown.enter_context(unit.showing({p.parameter: self.placeholders[p.parameter] for p in unit.places}))
+                shown.enter_context(unit.unrouted())
+            self._is_saving = True
+            shown.callback(setattr, self, "_is_saving", False)
             return function(*args, **kw)
 
     def is_in_model(self) -> bool:
@@ -296,6 +301,8 @@ class ModelOwnership:
         A look at the callers, because a hook after a forward is lost with Ctrl-C.
         """
         queries, frame = self._queries(), sys._getframe(1)
+        if self._is_saving:
+            return False
         if self._note_read is not None or queries is None or queries.is_busy():
             return True
         caller: FrameType | None = frame

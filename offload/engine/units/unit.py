@@ -244,6 +244,18 @@ class Unit:
             self._put_own_forward()
             self._original = None
 
+    @contextmanager
+    def unrouted(self) -> Iterator[None]:
+        """Context in which a call of the module runs the original forward."""
+        routed = None if self._original is None else self._routed
+        if routed is not None:
+            self._put_own_forward()
+        try:
+            yield
+        finally:
+            if routed is not None:
+                self.module.forward = routed
+
     def settle(self) -> None:
         """Restore the forward again if a snapshot from before `unroute` has put the redirection back."""
         if self._original is None and self._routed is not None and vars(self.module).get("forward") is self._routed:
