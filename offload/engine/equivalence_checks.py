@@ -80,13 +80,17 @@ class EquivalenceChecks:
         return result.difference
 
     def _try(self, compare: Callable[[], EquivalenceResult]) -> EquivalenceResult:
-        """Return the result of a check; an error is a difference."""
+        """Return the result of a check; an error, or a write to weights, is a difference."""
+        runner = self._state.runner
         try:
-            return compare()
+            with runner.writes.watched(self._state.units):
+                result = compare()
+                runner.check_writes()
+            return result
         except (DoesNotFitError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self._state.runner.has_failed = False
+            runner.has_failed = False
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return EquivalenceResult(text, is_repeatable=True, is_conclusive=True, has_failed=True)
 

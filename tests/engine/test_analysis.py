@@ -71,7 +71,7 @@ class Open(Block):
     """Mixes rows if one of many values says so, or scales the input in place."""
 
     shared = False
-    pair, scales, choose = (0, 0), (False,), staticmethod(bool)
+    pair, scales, clamps, choose = (0, 0), (False,), (False,), staticmethod(bool)
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +84,8 @@ class Open(Block):
     def forward(self, h: torch.Tensor, default: tuple[bool] = (False,)) -> torch.Tensor:
         if self.scales[0]:
             h.mul_(0.9)
+        if self.clamps[0]:
+            self.up.weight.data.clamp_(-0.01, 0.01)
         mixes = self.pair[0] or self.computed or self.choose() or bool(self.switch) or default[0]
         return super().forward(h - h.mean(0, keepdim=True) if mixes else h)
 
@@ -97,7 +99,7 @@ def opened(route: str) -> nn.Module:
         block.switch.fill_(1)
     if route == "function":
         block.choose = lambda: True
-    if route in ("pair", "scales"):
+    if route in ("pair", "scales", "clamps"):
         setattr(block, route, (True,))
     return model
 
@@ -141,6 +143,23 @@ def test_an_analysis_is_checked_in_the_first_call_of_an_own_loop(unmixed: Analys
         with pytest.warns(UserWarning, match=AGAIN):
             engine.backward(cross_entropy(engine.model(words(0)["x"]), words(0)))
         assert engine.grad_norm() == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["step", "own loop"])
+def test_an_analysis_is_checked_for_writes_to_weights(way: str) -> None:
+    """Both passes of a check clamp the weights, and without recomputation nothing differs. Break: watch no writes."""
+
+    def run(route: str, analysis: Analysis | None) -> Analysis:
+        with Engine(opened(route), recompute="never", analysis=analysis) as engine:
+            if way == "step":
+                engine.step(words(0), cross_entropy)
+            else:
+                engine.backward(engine.model(words(0)["x"]).sum())
+            return engine.analysis
+
+    analysis = run("", None)
+    with pytest.warns(UserWarning, match=AGAIN), pytest.raises(ConfigError, match="forward writes to weights of"):
+        run("clamps", analysis)
 
 
 @pytest.mark.filterwarnings("ignore:the engine and plain PyTorch give different results")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_writes(unit: Unit) -> NoReturn:
@@ -44,6 +45,16 @@ class WeightWrites:
             "step with a changed value will be refused: the engine stores weights elsewhere and would lose the "
             "change. Clamp weights between steps with engine.edit()."
         )
+
+    @contextmanager
+    def watched(self, units: Iterable[Unit]) -> Iterator[None]:
+        """Within the context, all weights of streamed units are checked."""
+        before, self.parameters = self.parameters, {unit: {*unit.placeholders} for unit in units if not unit.resident}
+        try:
+            yield
+        finally:
+            self.parameters = before
+            self.forget()
 
     def begin(self) -> None:
         """Begin a pass: record the weights that stay on the device."""
