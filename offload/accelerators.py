@@ -174,14 +174,13 @@ class Accelerator:
     @property
     def free_bytes(self) -> int:
         """Device memory free or cached by the torch allocator, in bytes."""
-        return self.free_and_total_bytes[0]
+        cached_bytes = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
+        return self.module.mem_get_info(self.device)[0] + cached_bytes
 
     @property
-    def free_and_total_bytes(self) -> tuple[int, int]:
-        """Device memory free or cached by the torch allocator, and all device memory, in bytes."""
-        cached_bytes = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
-        free, total = self.module.mem_get_info(self.device)
-        return free + cached_bytes, total
+    def total_bytes(self) -> int:
+        """All device memory, in bytes."""
+        return self.module.mem_get_info(self.device)[1]
 
     @property
     def peak_bytes(self) -> int:
@@ -210,7 +209,7 @@ class Accelerator:
         """
         self.module.empty_cache()  # cached memory may already exceed the limit
         bounds = _bounds.setdefault(self.device, [self.module.memory_allocated(self.device)])
-        total = self.module.mem_get_info(self.device)[1]
+        total = self.total_bytes
 
         def limit() -> None:
             share = min(1.0, sum(bounds) / total) if len(bounds) > 1 else 1.0

@@ -26,19 +26,24 @@ class ForeignWrites:
         """
         self._state = state
         self._is_off = updates_later or state.plan.residence.sharding.gathers
-        self._noted: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._is_counted = state.device.torch_device.type != "cpu"  # on a CPU, numpy writes unseen by torch
+        self._noted: dict[int, tuple[nn.Parameter, int, torch.Tensor]] = {}
         self.note()
 
     def note(self) -> None:
         """Record the contents: the engine's weights, also those that the model has written in an evaluation."""
         if not self._is_off:
             self._state.slots.compute_after_resident()
-            self._noted = {index: (weight, signed_sums(weight)) for index, weight in self._staying()}
+            self._noted = {index: (weight, weight._version, signed_sums(weight)) for index, weight in self._staying()}
 
     def check(self) -> None:
         """Raise ConfigError if weights were written since `note`. The engine's weights then replace them."""
         state, current = self._state, dict(self._staying())
-        noted = [(index, *entry) for index, entry in self._noted.items() if current.get(index) is entry[0]]
+        noted = [
+            (index, weight, sums)
+            for index, (weight, version, sums) in self._noted.items()
+            if current.get(index) is weight and self._may_have_changed(weight, version)
+        ]
         if not noted:
             return
         indices, weights, before = zip(*noted, strict=True)
@@ -61,6 +66,12 @@ class ForeignWrites:
                 f"(optimizer.engine.edit() in a loop over offload.wrap): for _, value in engine.edit([{name!r}]): "
                 "value.clamp_(0, 1) stores any change in place."
             )
+
+    def _may_have_changed(self, weight: nn.Parameter, version: int) -> bool:
+        """Return False if torch has counted no write, and nobody has the address. To compare contents, the host waits
+        for the device.
+        """
+        return not self._is_counted or weight._version != version or getattr(weight, "has_address", True)
 
     def _staying(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Yield (index, weight) for the copies on the device. Excluded: weights that are stored there alone, and those

@@ -102,17 +102,17 @@ class ThisMachine:
         comm = comm.world
         if self.agreed_memory is not None:
             return self.agreed_memory
-        device = None if self.accelerator is None else self.accelerator.free_and_total_bytes
+        accelerator = self.accelerator
+        device = None if accelerator is None else (accelerator.free_bytes, accelerator.total_bytes)
         bound = tightest_limit(memory_limits(), comm.local_size)
         own = device, self.model_bytes, (bound.share(comm.local_size), str(bound))
         memories = comm.gather_objects(own, "free memory")
         devices, model_bytes, hosts = zip(*memories, strict=True)
         host, host_bound = min(hosts)
-        in_host = self.accelerator is None or self.accelerator.is_integrated
-        if device is None:
-            return FreeMemory(None, host, host_bound, in_host, min(model_bytes))
+        if accelerator is None:
+            return FreeMemory(None, host, host_bound, in_host=True, model_bytes=min(model_bytes))
         free, total = map(min, zip(*devices, strict=True))
-        return FreeMemory(free, host, host_bound, in_host, min(model_bytes), total)
+        return FreeMemory(free, host, host_bound, accelerator.is_integrated, min(model_bytes), total)
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,8 @@ class Slots:
         """Return True if the tensor is in weight memory, streaming or resident."""
         if tensor.layout is not torch.strided:
             return False
-        address = tensor.untyped_storage().data_ptr()  # 0 for a tensor without elements
+        # 0 for a tensor without elements; past subclasses that note a use of the address
+        address = torch.Tensor.untyped_storage(tensor).data_ptr()
         return address in self._storages or self.streams(address)
 
     def streams(self, address: int) -> bool:

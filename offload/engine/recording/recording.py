@@ -269,7 +269,8 @@ class Recording:
 
     def _note_idle_writes(self, unit: Unit) -> None:
         """Let later passes check the weights of `unit` that an operation of this run wrote without a new value."""
-        spans = {i: range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for i, weight in unit.live().items()}
+        begins = {i: (torch.Tensor.data_ptr(weight), weight.nbytes) for i, weight in unit.live().items()}
+        spans = {i: range(begin, begin + size) for i, (begin, size) in begins.items()}
         written = {i for i, span in spans.items() if any(address in span for address in self.written_addresses)}
         if written:
             self.runner.writes.add(unit, written)

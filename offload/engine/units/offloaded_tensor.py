@@ -175,6 +175,8 @@ class ResidentParameter(nn.Parameter):
 
     info: ParameterInfo
     holder: Holder
+    has_address = False
+    """True after code has asked for the memory: torch counts no write through `.data` or an address."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -190,13 +192,26 @@ class ResidentParameter(nn.Parameter):
 
     @property
     def data(self) -> Any:
+        self.has_address = True
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # Module.to and similar methods come here too. Without a conversion they assign the same memory.
-        if (value.dtype, value.shape, value.data_ptr()) != (self.dtype, self.shape, self.data_ptr()):
+        if (value.dtype, value.shape, value.data_ptr()) != (self.dtype, self.shape, torch.Tensor.data_ptr(self)):
             _refuse_data(self.holder, self.info, value)
+
+    def data_ptr(self) -> int:
+        self.has_address = True
+        return super().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        self.has_address = True
+        return super().untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.has_address = True
+        return super().__dlpack__(**options)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:  # noqa: ARG002
         """Raise ConfigError: the gradient is in the engine at this time."""
