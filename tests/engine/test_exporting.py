@@ -49,6 +49,15 @@ def differing(one: Path, other: Path) -> list[str]:
     return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
 
 
+@pytest.mark.parametrize("name", ["../outside.txt", "part/inside.txt"])
+def test_a_file_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    engine = Engine(build(llama))
+    with pytest.raises(ConfigError, match="no name of a file in the export folder"):
+        engine.export(tmp_path / "export", files={name: b"text"})
+    assert not list(tmp_path.iterdir())
+    engine.close()
+
+
 def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
     engine = Engine(build(llama), precision="bf16")
     engine.step(tokens())

@@ -88,6 +88,9 @@ def write_model(
             "PEFT nor transformers loads. model.save_pretrained(folder) writes the adapter; engine.close(restore=True) "
             "and then model.merge_and_unload().save_pretrained(folder) write the merged model."
         )
+    wrong = next((name for name in files or {} if Path(name).name != name), None)
+    if wrong is not None:
+        raise ConfigError(f"files has {wrong!r}, which is no name of a file in the export folder: give a plain name.")
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
