@@ -17,7 +17,6 @@ from torch import nn
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
-from offload.engine.units.offloaded_tensor import take_gradient
 from offload.errors import ConfigError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
@@ -32,6 +31,14 @@ _FIX = "Raise --offload.device_memory, or --train.head_chunk_bytes if the gradie
 
 GradientObserver = Callable[[Piece, torch.Tensor], None]
 """Callback for a parameter piece and a gradient contribution [numel] in the compute dtype."""
+_GRAD = vars(torch._C.TensorBase)["grad"]  # past `grad` of subclasses, which is the gradient in the engine
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Take autograd's own gradient out of a Parameter over device weights."""
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    _GRAD.__set__(parameter, None)
+    return gradient
 
 
 class GradientFlow:

@@ -236,13 +236,6 @@ def lend_gradient(parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
         own.info, own.holder = stand_in.info, stand_in.holder
 
 
-def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Take autograd's own gradient out of a Parameter over device weights."""
-    gradient: torch.Tensor | None = _GET_GRAD(parameter)
-    _SET_GRAD(parameter, None)
-    return gradient
-
-
 class UsedGradient(torch.Tensor):
     """The gradient of a parameter from a step of a torch optimizer until the script clears it, without memory.
 

@@ -162,7 +162,7 @@ def _reach(function: Any) -> Iterator[Any]:
 
 
 def without_graph(value: Any) -> Any:
-    """Return a tensor without its graph, and any other value as it is."""
+    """Return a tensor without the graph, and any other value unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 

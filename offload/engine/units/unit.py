@@ -16,8 +16,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from offload.engine.gradients.flow import take_gradient
 from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
-from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient, take_gradient
+from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient
 from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
 from offload.engine.units.traits import GradientSignature, UnitTraits
