@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as t
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -117,9 +118,14 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
-    """Collect a streamed module's input shapes."""
+    """Collect a streamed module's input shapes. A hook of the module alone would begin a new recording."""
     shapes: list[tuple[int, ...]] = []
-    hook = module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+
+    def note(called: nn.Module, args: Any) -> None:
+        if called is module:
+            shapes.append(tuple(args[0].shape))
+
+    hook = register_module_forward_pre_hook(note)
     try:
         yield shapes
     finally:

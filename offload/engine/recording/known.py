@@ -9,8 +9,6 @@ from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
 
-from torch import nn
-
 from offload.distributed.comm import digest
 from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
@@ -74,7 +72,7 @@ class KnownPasses:
         self.claims: set[str] | None = None
         self.modes = 0
         self._modes: tuple[list[bool], list[int]] = ([], [])
-        self._hooks: list[list[str]] = []  # of each module, at the last recording or call
+        self._hooks: list[tuple[int, str]] = []  # (number of the module, name), at the last recording or call
         self._modules = list(state.model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self.configs = list(configs.values())
@@ -122,8 +120,13 @@ class KnownPasses:
         """Discard recordings from another training mode (dropout, moving statistics), for other frozen parameters, or
         with other forward hooks, which may keep tensors.
         """
-        hooks, before = [*map(_hooks_of, self._modules)], self._hooks
-        self._hooks = hooks
+        # One expression, because each step runs this for all modules.
+        hooks = [
+            (number, getattr(hook, "__qualname__", type(hook).__qualname__))
+            for number, module in enumerate(self._modules)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        ]
+        before, self._hooks = self._hooks, hooks
         if before and hooks != before:
             self.checks.clear()
             self.results.clear()
@@ -245,9 +248,3 @@ def code_hash(code: CodeType) -> int:
 
 def _options(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None)]
-
-
-def _hooks_of(module: nn.Module) -> list[str]:
-    """Return the names of the functions that a module calls around the forward."""
-    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
