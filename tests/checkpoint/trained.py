@@ -37,7 +37,7 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path, **sett
     engine = Engine(model, **settings)
     engine.step(batch)
     engine.save_checkpoint(folder / "checkpoints" / "step-1", files=files)
-    engine.export(folder / "theirs")
+    engine.export(folder / "theirs", files=files)
     masters = dict(engine.named_parameters())
     engine.close()
     return Trained(folder / "checkpoints" / "step-1", folder / "theirs", masters)

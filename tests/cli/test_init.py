@@ -59,6 +59,7 @@ def test_no_file_is_written_if_nothing_fits(
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_train_takes_the_file_and_a_file_is_kept(
     folder: Path, environment: dict[str, str], tiny: list[str], train: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
