@@ -110,6 +110,9 @@ def contents(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"files": dict.fromkeys(each.name for each in folder.iterdir()), "templates": templates}
     for path in folder.glob("*.json"):
         found[path.name] = json.loads(path.read_text(encoding="utf-8"))
+    if modules := found.get("adapter_config.json", {}).get("target_modules"):
+        # PEFT writes a set: the order is another one in each process.
+        modules.sort()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found[path.name] = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
