@@ -105,7 +105,7 @@ class Engine(StateAccess):
         self._recovery = self._state.recovery
         self._steps = Steps(self._state, settings)
         self._own_loop = OwnLoop(self._state, self._steps, settings)
-        self._parameter_reads = ParameterReads(self._state, self._own_loop)
+        self._parameter_reads = ParameterReads(self._state, self._own_loop, self._steps.foreign_writes)
         discard = self._steps.trial_runs.discard_incomplete
         self._recovery.callbacks += [discard, self._state.spare_memory.give_up, self._own_loop.forget]
         if analysis is not None:
@@ -320,7 +320,9 @@ class Engine(StateAccess):
         error = sys.exc_info()[1]  # error in the block for which this call cleans up
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
         if is_sound and (restore or (has_peers and self.comm.is_alive)):
-            self._settle(f"close(restore={restore})")
+            if restore:
+                self._steps.foreign_writes.check()
+            self._wait_for_updates(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()

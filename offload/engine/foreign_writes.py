@@ -13,10 +13,12 @@ from offload.errors import ConfigError
 
 
 class ForeignWrites:
-    """Compares the contents of resident weights before a step, and before an update, with those after the last one.
+    """Compares the contents of resident weights with those after the last step: before a step, before an update, and
+    before a read that leaves the engine (a copy, a state dict, a checkpoint, an export).
 
     An offloaded parameter refuses writes. A resident weight is a plain tensor: it accepts a write from a script (by
-    numpy, by `.data`, under no_grad), and the next update overwrites the change.
+    numpy, by `.data`, under no_grad), and a forward computes with it. But no read finds the change, because the host
+    has the engine's own weights, and the next update overwrites it.
     """
 
     def __init__(self, state: EngineState, updates_later: bool) -> None:
@@ -27,51 +29,63 @@ class ForeignWrites:
         self._state = state
         self._is_off = updates_later or state.plan.residence.sharding.gathers
         self._is_counted = state.device.torch_device.type != "cpu"  # on a CPU, numpy writes unseen by torch
-        self._noted: dict[int, tuple[nn.Parameter, int, torch.Tensor]] = {}
+        self._noted: dict[int, tuple[nn.Parameter, int, torch.Tensor | None]] = {}
+        """By parameter: the weight, torch's count of writes, and the sums of its contents (None: not computed)."""
         self.note()
 
     def note(self) -> None:
         """Record the contents: the engine's weights, also those that the model has written in an evaluation."""
         if not self._is_off:
             self._state.slots.compute_after_resident()
-            self._noted = {index: (weight, weight._version, signed_sums(weight)) for index, weight in self._staying()}
+            self._noted = {index: self._look(weight) for index, weight in self._staying()}
 
-    def check(self) -> None:
-        """Raise ConfigError if weights were written since `note`. The engine's weights then replace them."""
-        state, current = self._state, dict(self._staying())
-        noted = [
-            (index, weight, sums)
-            for index, (weight, version, sums) in self._noted.items()
-            if current.get(index) is weight and self._may_have_changed(weight, version)
-        ]
+    def _look(self, weight: nn.Parameter) -> tuple[nn.Parameter, int, torch.Tensor | None]:
+        return weight, weight._version, signed_sums(weight) if self._may_change_unseen(weight) else None
+
+    def check(self, only: int | None = None) -> None:
+        """Raise ConfigError if weights were written since `note`. The engine's weights then replace them.
+
+        `only`: the index of the parameter to check; None: all.
+        """
+        noted = self._noted if only is None else {only: self._noted[only]} if only in self._noted else {}
         if not noted:
             return
-        indices, weights, before = zip(*noted, strict=True)
-        if same_bits(torch.cat(before), torch.cat([*map(signed_sums, weights)])):
+        state, current = self._state, dict(self._staying())
+        suspects = {
+            index: (weight, sums)
+            for index, (weight, version, sums) in noted.items()
+            if current.get(index) is weight and (weight._version != version or self._may_change_unseen(weight))
+        }
+        if not suspects:
             return
+        before = [sums for _, sums in suspects.values() if sums is not None]
+        if len(before) == len(suspects):  # the host waits for the device, once
+            now = torch.cat([signed_sums(weight) for weight, _ in suspects.values()])
+            if same_bits(torch.cat(before), now):
+                return
         with state.counters.preserve():  # a write by engine.edit or a loaded checkpoint changes both sides
             state.updates.flush()
             state.lanes.drain_updates()
             state.slots.compute_after_resident()
             read, live = state.store.values.read_local, dict(self._staying())
-            written = next((index for index in indices if not same_bits(live[index].detach().cpu(), read(index))), None)
-        if written is not None:
+            written = next((i for i in suspects if not same_bits(live[i].detach().cpu(), read(i))), None)
+        if written is None:
+            self._noted |= {index: self._look(live[index]) for index in suspects}
+        else:
             state.runner.weights_changed()
-        self.note()
-        if written is not None:
+            self.note()
             name = state.infos[written].name
             raise ConfigError(
-                f"{name} was changed on the device between steps, and the next update would overwrite the change with "
-                "the engine's own weights, which replace it now. Change weights between steps with engine.edit() "
+                f"{name} was changed on the device between steps, and the change would be lost: state_dict(), "
+                "checkpoints and the next update have the engine's own weights, which replace it now. Change weights "
+                "between steps with engine.edit() "
                 f"(optimizer.engine.edit() in a loop over offload.wrap): for _, value in engine.edit([{name!r}]): "
                 "value.clamp_(0, 1) stores any change in place."
             )
 
-    def _may_have_changed(self, weight: nn.Parameter, version: int) -> bool:
-        """Return False if torch has counted no write, and nobody has the address. To compare contents, the host waits
-        for the device.
-        """
-        return not self._is_counted or weight._version != version or getattr(weight, "has_address", True)
+    def _may_change_unseen(self, weight: nn.Parameter) -> bool:
+        """Return False if torch counts all writes: on a GPU, as long as nobody has the address."""
+        return not self._is_counted or getattr(weight, "has_address", True)
 
     def _staying(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Yield (index, weight) for the copies on the device. Excluded: weights that are stored there alone, and those

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.own_loop import OwnLoop
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
@@ -17,8 +18,9 @@ from offload.layout.regions import ParameterInfo
 class ParameterReads:
     """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
-    def __init__(self, state: EngineState, own_loop: OwnLoop) -> None:
+    def __init__(self, state: EngineState, own_loop: OwnLoop, foreign_writes: ForeignWrites) -> None:
         self._state, self._recovery, self._own_loop = state, state.recovery, own_loop
+        self._foreign_writes = foreign_writes
         self._answers: Mapping[str, torch.Tensor] = {}
         state.ownership.connect(self)
 
@@ -50,7 +52,8 @@ class ParameterReads:
         Not collective, because a script may read on one rank only.
 
         Raises:
-            ConfigError: the engine is busy, or the weights are partitioned over ranks.
+            ConfigError: the engine is busy, the weights are partitioned over ranks, or a script has written to this
+                one on the device.
             TornError: the states belong to no step.
         """
         state, recovery = self._state, self._recovery
@@ -74,6 +77,7 @@ class ParameterReads:
                 "ranks, or set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
         with torch.inference_mode(False), recovery.working(), state.counters.preserve():
+            self._foreign_writes.check(info.index)
             state.updates.flush()
             state.lanes.drain_updates()  # also raises a failure in another parameter's update
             values = state.store.values

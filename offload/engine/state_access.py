@@ -44,6 +44,16 @@ class StateAccess(Figures):
     _parameter_reads: ParameterReads
 
     def _settle(self, operation: str) -> None:
+        """Wait for all pending updates before the states leave the engine, or change. Collective.
+
+        Raises ConfigError if a script has written to weights on the device: the states would be without the change.
+        """
+        self._recovery.check_usable()
+        with self._recovery.working():
+            self._steps.foreign_writes.check()
+        self._wait_for_updates(operation)
+
+    def _wait_for_updates(self, operation: str) -> None:
         """Wait for all pending updates before the host reads the states. Collective."""
         self._recovery.check_usable()
         agree_on_pass(self.comm, RankBatch(operation))
@@ -135,10 +145,10 @@ class StateAccess(Figures):
         """Yield each parameter and write it back. Other engine calls between two parameters are safe."""
         state = self._state
         for info in infos:
-            self._settle(f"edit of {info.name}")
+            self._wait_for_updates(f"edit of {info.name}")
             value = self._read(info)
             yield info.name, value
-            self._settle(f"edit of {info.name}")
+            self._wait_for_updates(f"edit of {info.name}")
             if num_wrong := value.numel() - int(value.isfinite().sum()):
                 raise ConfigError(
                     f"engine.edit got {num_wrong} of {value.numel()} values of {info.name} that are not finite; no "

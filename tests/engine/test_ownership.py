@@ -461,6 +461,53 @@ def test_a_write_to_a_weight_that_stays_on_the_device_is_refused(run: Step, refu
     assert_same(*found)
 
 
+READS: dict[str, Callable[[Engine, Path], Any]] = {
+    "state_dict": lambda engine, _: engine.model.state_dict(),
+    "state_dict of the module": lambda engine, _: engine.model.model.norm.state_dict(),
+    "save_pretrained": lambda engine, folder: engine.model.save_pretrained(folder),
+    "named_parameters": lambda engine, _: [*engine.named_parameters()],
+    "named_moments": lambda engine, _: [*engine.named_moments()],
+    "weights_mark": lambda engine, _: engine.weights_mark(),
+    "edit": lambda engine, _: [*engine.edit()],
+    "export": lambda engine, folder: engine.export(folder),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "begin_checkpoint": lambda engine, folder: engine.begin_checkpoint(folder),
+    "close": lambda engine, _: engine.close(restore=True),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_after_a_write_on_the_device_is_refused(read: Callable[[Engine, Path], Any], tmp_path: Path) -> None:
+    """The states would be without the change. A forward has it, as in plain PyTorch."""
+    with Engine(build(llama)) as engine:
+        engine.stay()
+        own_step(engine, 0)
+        before, batch = weights(engine), tokens(1)
+        with torch.no_grad():
+            old = engine.model(**batch).loss
+        write(engine)
+        with torch.no_grad():
+            assert engine.model(**batch).loss != old
+        with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed .*engine\.edit\(\['model"):
+            read(engine, tmp_path / "out")
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+        assert_same(weights(engine), before)
+        with torch.no_grad():
+            assert engine.model(**batch).loss == old
+
+
+def test_a_read_of_one_weight_accepts_no_write_to_another() -> None:
+    """The read looks at an edited weight alone."""
+    large = [nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(4)]
+    with Engine(nn.Sequential(nn.LayerNorm(16), *large, nn.LayerNorm(16))) as engine:
+        for _, value in engine.edit(["0.weight"]):
+            value.mul_(0.5)
+        engine.model[5].weight.data[:2] = 0
+        engine.model[0].state_dict()
+        with pytest.raises(ConfigError, match=r"5\.weight was changed"):
+            engine.model[5].state_dict()
+
+
 def test_a_change_by_edit_is_no_write_of_a_script() -> None:
     with Engine(build(llama)) as engine:
         own_step(engine, 0)

@@ -406,11 +406,11 @@ def edited(edit: Callable[[Script], Any], **more: Any) -> Case:
     return Case(turn=lambda way: usual(way, edit), **more)
 
 
-def written(write: Callable[[Any], Any], name: str = "first.weight", make: Any = Net) -> Case:
-    """Write to a weight after the second step, under no_grad."""
+def written(write: Callable[[Any], Any], name: str = "first.weight", make: Any = Net, last: bool = False) -> Case:
+    """Write to a weight after the second step, or after the last one, under no_grad."""
 
     def between(way: Script) -> None:
-        if way.number == 1:
+        if way.number == (STEPS - 1 if last else 1):
             with torch.no_grad():
                 write(way.model.get_parameter(name))
 
@@ -587,6 +587,7 @@ def set_one(value: Callable[[Tensor], Tensor | None]) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "in place": lambda: written(clamp),
     "in place on the device": lambda: written(clamp, "last.weight"),
+    "after the last step": lambda: written(clamp, "last.weight", last=True),
     "of the model itself": lambda: written(clamp, "scale", Scaled),
     "by data": lambda: written(lambda weight: weight.data.mul_(0.5)),
     "another tensor": lambda: written(lambda weight: setattr(weight, "data", torch.ones_like(weight))),
