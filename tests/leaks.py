@@ -24,7 +24,7 @@ def no_tensor_waits_for_collection() -> Iterator[None]:
     """Check the block for tensors in reference cycles: their memory is free only after a run of Python's collector."""
     left: list[Tensor] = []
     gc.disable()
-    gc.freeze()
+    gc.collect()  # no garbage of before; `gc.unfreeze` would thaw the objects of the whole test session too
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
@@ -33,7 +33,6 @@ def no_tensor_waits_for_collection() -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
     assert not left, [(tuple(each.shape), each.grad_fn) for each in left]
 

@@ -76,9 +76,9 @@ class Recording:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
         made = KeptTensors()
         result = self._record(unit, args, kwargs, made)
-        if made.alive():
+        if not unit.traits.keeps and made.alive():
             gc.collect()  # a reference cycle keeps nothing
-            unit.traits.keeps = unit.traits.keeps or bool(made.alive())
+            unit.traits.keeps = bool(made.alive())
         return result
 
     def _record(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], made: KeptTensors) -> Any:
