@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from offload import AdamW, Placement
+from offload.distributed.comm import Comm
 from offload.errors import ConfigError
+from offload.extras.large.shared_attention import SharedAttention
 from offload.planning.settings import Settings
+from offload.tiers.counters import Counters
 from tests.engine.compare import assert_same
 from tests.engine.families import build, gemma2, llama, mixtral, opt, qwen3, tokens
 from tests.engine.ranks import run
@@ -172,6 +175,18 @@ def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
     assert "a machine has 2 ranks, which is no multiple of 3" in refused(size=3)
     assert "shift_labels" in refused(opt), "its loss takes no labels that are shifted"
     assert "the batch of ranks that share sequences must be the same on all ranks" in refused(alike=False)
+
+
+def test_ranks_with_other_rotary_frequencies_are_refused() -> None:
+    """Positions up to the limit are shared. Break: leave out the check: each rank then takes its own frequencies."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = build(partial(llama, rope_parameters=rope, max_position_embeddings=LENGTH))
+    comm, counters = Comm(), Counters()
+    attention = SharedAttention(model, comm, counters)
+    own, shared = attention.share(plain(0), None)
+    assert shared.whole.length == own["labels"].shape[1] == LENGTH
+    with pytest.raises(ConfigError, match=r"beyond 12 tokens .* positions for 13: .* --data.sequence_length 12, or"):
+        attention.share(plain(0, LENGTH + 1), None)
 
 
 def test_graphs_of_shared_sequences_are_recomputed_or_stay() -> None:

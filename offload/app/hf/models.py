@@ -170,6 +170,22 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens in a batch for which rotary frequencies do not depend on the longest row.
+
+    LongRoPE has other factors for all rows if one row is longer, and dynamic NTK other frequencies. None: no limit.
+    """
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    layers = [each for each in ropes.values() if isinstance(each, dict)]  # another rope for each type of layer
+    limits = []
+    for rope in layers or [ropes]:
+        kind, own = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in ("longrope", "dynamic"):
+            limits.append(own if kind == "longrope" and own else max_positions(config))
+    return min((limit for limit in limits if limit), default=None)
+
+
 def vocab_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 

@@ -27,6 +27,7 @@ from offload.app.hf.models import (
     max_positions,
     model_kind,
     quiet_transformers,
+    rope_limit,
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
@@ -160,14 +161,14 @@ def make_run(
         accelerator = own_accelerator(start.config.offload.device)
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
     config, architecture, kind, trainable, grows = setup
-    vocabulary = vocab_size(architecture)
+    vocabulary, limit = vocab_size(architecture), rope_limit(architecture)
     has_moved = whole is not None and not _is_found(config.model)
     if has_moved:
         note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
 
     def build(alive: Callable[[], object]) -> Task:
         described = config.with_resolved(model__path=str(whole)) if has_moved else config
-        return TASKS["rows"].build(described, kind, vocabulary, stages(say, alive))
+        return TASKS["rows"].build(described, kind, vocabulary, stages(say, alive), limit)
 
     if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
         cut = start.data.get("packing", True)
@@ -270,7 +271,12 @@ def make_run(
         )
     meta = load_start(start, engine, say)
     why_mask = why = ""
-    if data.is_isolated:
+    if data.is_isolated and limit is not None and data.longest > limit:
+        why = (
+            f"beyond {limit:,} tokens the model has other rotary frequencies for all documents in a batch, and the "
+            f"longest document has {data.longest:,}"
+        )
+    elif data.is_isolated:
         one_by_one = config.attends_documents and config.model.attention == DOCUMENTS
         why_mask, why = isolate(engine, data.tokenizer, vocabulary, comm, one_by_one)
     if why_mask:

@@ -12,8 +12,8 @@ from offload.app.config.sections import DOCUMENTS
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 
-_LENGTH = 16
-"""Tokens in a test document, longer than the reach of short convolutions."""
+_LENGTHS = 23, 9, 16
+"""Tokens in the test documents of a row. The last one is longer than the reach of short convolutions."""
 _ROUNDING = 2e-6
 """fp32 rounding, relative to the largest logit."""
 
@@ -30,16 +30,18 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
     """
     generator = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in spared])
-    a, b, c, d, e, f = usable[torch.randint(len(usable), (6, _LENGTH), generator=generator)]
-    positions_in_row, was_training = torch.arange(_LENGTH).repeat(3).expand(2, -1), model.training
+    sizes = 2 * _LENGTHS
+    a, b, c, d, e, f = usable[torch.randint(len(usable), (sum(sizes),), generator=generator)].split(sizes)
+    was_training = model.training
 
     def last(*rows: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
         """Return the logits for the last document in the first row."""
         outputs = model(input_ids=torch.stack(rows).to(device), use_cache=False, **positions)
-        return outputs.logits[0, -_LENGTH:].float()
+        return outputs.logits[0, -len(c) :].float()
 
     def in_row(*documents: torch.Tensor) -> torch.Tensor:
-        return last(torch.cat(documents[:3]), torch.cat(documents[3:]), position_ids=positions_in_row.to(device))
+        positions = torch.cat([torch.arange(len(each)) for each in documents]).view(2, -1)
+        return last(torch.cat(documents[:3]), torch.cat(documents[3:]), position_ids=positions.to(device))
 
     model.eval()
     try:

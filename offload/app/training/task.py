@@ -76,6 +76,10 @@ class Task(Protocol):
         """True if the rows of a batch have about the same length."""
 
     @property
+    def longest(self) -> int:
+        """Tokens in the longest sequence with positions of its own: a row, or a document that is apart from others."""
+
+    @property
     def has_pictures(self) -> bool:
         """True if batches have picture tensors."""
 
@@ -144,9 +148,18 @@ class TaskKind(Protocol):
         """Grow the vocabulary for tokens added to the tokenizer. Return whether any embedding row was missing."""
 
     def build(
-        self, config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
+        self,
+        config: Config,
+        model_kind: ModelKind,
+        vocabulary: int,
+        progress: Callable[[str, float], None],
+        rope_limit: int | None = None,
     ) -> Task:
-        """Return the task for a resolved configuration. `progress(stage, share done)`. Raises ConfigError."""
+        """Return the task for a resolved configuration. Raises ConfigError.
+
+        `progress(stage, share done)`. `rope_limit`: the length of a row from which on the model treats other rows of
+        the batch differently, too. None: no such length.
+        """
 
 
 TASKS: Door[TaskKind] = Door("task", {})

@@ -70,6 +70,11 @@ class Dataset:
     """Padding token id."""
     batching: MixedBatching = field(default_factory=MixedBatching)
     """Assigns rows to batches."""
+    rope_limit: int | None = None
+    """Longest sequence without an effect on the rotary frequencies of other rows (`rope_limit` in `app/hf/models.py`).
+    Rows are padded to at most this length if none is longer, else all to `sequence_length`: a result never depends on
+    the other rows of a batch. None: no limit.
+    """
     pictures: PictureInputs | None = None
     """Builds picture tensors. None: text only."""
     values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
@@ -121,6 +126,11 @@ class Dataset:
         return self.batching.by_length
 
     @property
+    def longest(self) -> int:
+        """Tokens in the longest sequence with positions of its own, in any row set."""
+        return max(rows.longest for rows in self.row_sets.values())
+
+    @property
     def has_pictures(self) -> bool:
         """True if batches have picture tensors."""
         return self.pictures is not None
@@ -161,6 +171,12 @@ class Dataset:
             share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
             yield f"{word}: {', '.join([each.contents, share, *each.more(quota, self.num_train_rows)])}"
         yield f"{self.rows_description}; objective: {objective.name}"
+        if not self.train.packing and self.rope_limit is not None and self.longest > self.rope_limit:
+            yield (
+                f"note: beyond {self.rope_limit:,} tokens, the model has other rotary frequencies for all rows of a "
+                f"batch, and the longest row has {self.longest:,}: with such rows, every batch is padded to "
+                f"{self.sequence_length:,} tokens (data.sequence_length), so that no row depends on others."
+            )
 
     def files(self) -> dict[str, bytes]:
         """Return the tokenizer or processor files, by name."""
@@ -251,7 +267,7 @@ class Dataset:
         fillers = _fillers(rows, indices, part)
         own_rows = np.concatenate([indices[part], fillers])
         lengths = rows.lengths(indices)
-        width = self.batching.width(lengths, rows.sequence_length)
+        width = self._width(rows, lengths)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own_rows))
         labels[len(own_rows) - len(fillers) :] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
@@ -266,6 +282,13 @@ class Dataset:
             batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
             batch[key][:, 0] = torch.from_numpy(values[own_rows])
         return batch
+
+    def _width(self, rows: RowSet, lengths: np.ndarray) -> int:
+        """Return the padded width in tokens for rows of a row set with these lengths [n]."""
+        width, limit = self.batching.width(lengths, rows.sequence_length), self.rope_limit
+        if limit is None or self.is_isolated:  # positions of isolated documents do not depend on the width
+            return width
+        return rows.sequence_length if rows.longest > limit else min(width, limit)
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
         """Return the UTF-8 bytes of text under the targets in the first `num_rows` eval rows, in `eval_batches` order.
@@ -328,6 +351,7 @@ def build_dataset(
     eval_share: float = 0.0,
     on_bad_row: str = "error",
     stopping_strategy: StoppingStrategy = "all_exhausted",
+    rope_limit: int | None = None,
     batch_size: int,
     seed: int = 0,
     cache_dir: Path | None = None,
@@ -352,6 +376,7 @@ def build_dataset(
         isolated: Separate packed documents from each other. None: only for data with conversations.
         pairs: The data are preferences. A batch has `batch_size` row pairs.
         batch_size: Rows (or pairs) per step.
+        rope_limit: As in `Dataset`.
         cache_dir: Token cache folder. None: the default folder.
         no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
             each document is a row for any `packing`.
@@ -406,6 +431,7 @@ def build_dataset(
         tuple(evaluated),
         pad_id,
         LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
+        rope_limit,
         None if preparation.processor is None else PictureInputs(preparation.processor),
     )
 

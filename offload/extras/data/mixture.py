@@ -70,6 +70,10 @@ class Mixture:
         return sum(part.num_distinct for part in self.parts)
 
     @property
+    def longest(self) -> int:
+        return max(part.longest for part in self.parts)
+
+    @property
     def identity(self) -> str:
         return " ".join(f"{part.identity}*{quota}" for part, quota in zip(self.parts, self.quotas, strict=True))
 

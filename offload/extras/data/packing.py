@@ -122,6 +122,12 @@ class Rows:
         return self.num_rows
 
     @property
+    def longest(self) -> int:
+        """Tokens in the longest sequence with positions of its own: a document, or a row of a stream."""
+        lengths = [self.store.num_tokens] if self.packing is True else np.diff(self.store.documents)
+        return min(int(np.max(lengths, initial=0)), self.sequence_length)
+
+    @property
     def identity(self) -> str:
         """A text equal only for the same tokens and the same row range."""
         return f"{self.store.content_hash}/{self.first}+{self.num_rows}"

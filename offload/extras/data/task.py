@@ -141,7 +141,11 @@ class FileRows:
 
     @staticmethod
     def build(
-        config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
+        config: Config,
+        model_kind: ModelKind,
+        vocabulary: int,
+        progress: Callable[[str, float], None],
+        rope_limit: int | None = None,
     ) -> Dataset:
         """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
         from offload.extras.data.dataset import build_dataset
@@ -169,6 +173,7 @@ class FileRows:
             eval_share=float(data.eval_share or 0),
             on_bad_row=data.on_bad_row,
             stopping_strategy=data.stopping_strategy,
+            rope_limit=rope_limit,
             batch_size=config.train.batch_size,
             seed=config.run.seed,
             num_workers=data.num_workers,

@@ -97,7 +97,21 @@ class SharedAttention(Attention):
         self._needs_mask = needs_mask
 
     def share(self, batch: Batch, loss_fn: object) -> tuple[Batch, SharedRows]:
-        return share_rows(batch, loss_fn, self.comm)
+        own, shared = share_rows(batch, loss_fn, self.comm)
+        self._check_positions(int(shared.whole.positions.max()) + 1)
+        return own, shared
+
+    def _check_positions(self, num_positions: int) -> None:
+        """Raise ConfigError if ranks with the first tokens of a row would have other frequencies than the last one."""
+        from offload.app.hf.models import rope_limit
+
+        limit = min((limit for each in self._configs.values() if (limit := rope_limit(each))), default=num_positions)
+        if num_positions > limit:
+            raise ConfigError(
+                f"train.sequence_parallel is {self.size}, but beyond {limit:,} tokens the model has other rotary "
+                f"frequencies for the whole row, and the batch has positions for {num_positions:,}: the ranks would "
+                f"have different ones. Set --data.sequence_length {limit}, or --train.sequence_parallel 1."
+            )
 
     @contextmanager
     def over(self, shared: Any, batch: Batch, copy_to_device: Copy) -> Iterator[tuple[Batch, Batch]]:
