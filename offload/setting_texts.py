@@ -15,8 +15,8 @@ ENGINE_TEXTS = {
     "train.passes": (
         "Forward and backward passes in engine.step, each over a part of the rows (gradient accumulation). Saved "
         "inputs and graphs take a part of the memory; weights travel once per pass, and gradients add up in host "
-        "memory, in fp32. A loss function for tokens must be a mean over targets. 1: one pass, with all micro-batches "
-        "in each unit before the next."
+        "memory, in fp32. A loss function for tokens must be a mean over targets, positions or rows. 1: "
+        "one pass, with all micro-batches in each unit before the next."
     ),
     "train.max_grad_norm": (
         "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping, like "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from offload import Engine, MeZO, Placement
-from offload.engine.loss.label_trials import find_other_weights
+from offload.engine.loss.label_trials import find_other_weights, find_row_weights
 from offload.engine.loss.loss import LossRule
 from offload.engine.units.activation_offload import CHECKPOINTS
 from offload.errors import ConfigError
@@ -157,20 +158,57 @@ MEANS: Losses = {
 """Losses that train right in parts, as far as the labels tell."""
 
 
-@pytest.mark.parametrize("name", [*OTHER, *MEANS])
+def each(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the losses [rows, tokens - 1], 0 without a target."""
+    return over_tokens(outputs, labels, reduction="none").view(len(labels), -1)
+
+
+def over_all_rows(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return a mean over all rows; a row without targets counts as 0."""
+    return (each(outputs, labels).sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+
+BY_ROWS: Losses = {
+    "over all positions": (lambda o, b: each(o, b["labels"]).sum() / b["labels"].numel(), {"labels": TOKENS}),
+    "over all rows": (lambda o, b: over_all_rows(o, b["labels"]), {"labels": TOKENS}),
+    "a mask of one value": (
+        lambda o, b: each(o, b["labels"]).mul(b["mask"][:, 1:]).mean(),
+        {"labels": TOKENS, "mask": MASK[:1].expand(2, 6)},
+    ),
+    "classes over all rows": (
+        lambda o, b: functional.cross_entropy(o[:, 0], b["labels"], reduction="sum") / len(o),
+        {"labels": CLASSES},
+    ),
+}
+"""Losses whose denominators count rows or positions, not targets."""
+NEITHER: Losses = {
+    "later rows count more": (
+        lambda o, b: (each(o, b["labels"]).mean(1) @ torch.arange(1.0, len(o) + 1)) / len(o),
+        {"labels": TOKENS},
+    ),
+}
+"""Losses that add up over rows, but with weights that a row alone does not have."""
+
+
+@pytest.mark.parametrize("name", [*OTHER, *MEANS, *BY_ROWS, *NEITHER])
 def test_a_loss_that_is_no_mean_over_targets_is_found(name: str) -> None:
-    """Break: labels of one kind, or parts of equal size; for MEANS: leave out the comparison with rows alone."""
-    loss_fn, batch = (OTHER | MEANS)[name]
+    """Break: labels of one kind, or parts of equal size; for MEANS: leave out the comparison with rows alone; for
+    BY_ROWS: trial labels with equal numbers of targets in all rows.
+    """
+    loss_fn, batch = (OTHER | MEANS | BY_ROWS | NEITHER)[name]
     outputs = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
 
-    def cut(row: int, labels: torch.Tensor) -> torch.Tensor:
+    def cut(row: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         rows = slice(row, row + 1)
-        return loss_fn(outputs[rows], {**{key: value[rows] for key, value in batch.items()}, "labels": labels})
+        return loss_fn(outputs[rows], {key: value[rows] for key, value in inputs.items()})
 
     rule = LossRule(shifts=batch["labels"].dim() > 1)
     torch.manual_seed(0)
     found = find_other_weights(batch, rule, partial(loss_fn, outputs), cut, bool)
     assert bool(found) == (name in OTHER)
+    if not found:
+        rule = find_row_weights(batch, rule, partial(loss_fn, outputs), cut, bool)
+        assert (rule.weighs_rows, bool(rule.obstacle)) == (name in BY_ROWS, name in NEITHER)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +232,24 @@ def test_class_weights_stay_in_one_pass(seed: int, settings: dict[str, int], cut
         with nullcontext() if settings == {"micro_batch_size": 2} and cut == "units" else said:
             result = engine.step(tokens(seed, ROWS), loss_fn)
         assert (float(result.loss), result.grad_norm) == (float(loss), pytest.approx(norm, rel=1e-6))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
+    """The first rows have equal numbers of targets; later, some rows have none. Break: weigh rows by their targets."""
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return each(outputs.logits, batch["labels"]).sum() / batch["labels"].numel()
+
+    even, uneven = tokens(0, num_rows), tokens(1, num_rows)
+    uneven["labels"][0], uneven["labels"][1, :-1] = -100, -100
+    reference = Reference(build(llama), max_grad_norm=None)
+    with Engine(build(llama), max_grad_norm=None, passes=2) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in (even, uneven):
+            loss, norm = reference.step(batch, loss_fn)
+            result = engine.step(batch, loss_fn)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 
 
 def test_graphs_of_the_caller_end_after_the_last_pass() -> None:

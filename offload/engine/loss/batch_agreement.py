@@ -159,6 +159,12 @@ class PassPlan:
             counts = [announcement.elements for announcement in self.ranks]
         return sum(counts) if rank is None else counts[rank]
 
+    def weight(self, rule: LossRule, rank: int | None = None) -> int:
+        """Return the weight of the losses of all ranks together, or of one rank."""
+        if not rule.weighs_rows:
+            return self.num_targets(rule, rank)
+        return sum(each.rows for each in self.ranks) if rank is None else self.ranks[rank].rows
+
 
 @dataclass(frozen=True)
 class PassInputs:
@@ -199,6 +205,11 @@ class PassInputs:
     def num_targets(self) -> int:
         """Target count over all ranks and passes."""
         return (self.plan.step or self.plan).num_targets(self.rule)
+
+    @property
+    def weight(self) -> int:
+        """Weight of the losses of all ranks and passes together."""
+        return (self.plan.step or self.plan).weight(self.rule)
 
     def of_sample(self, sample: Batch, micro_rows: int | None = None) -> PassInputs:
         """Return the `PassInputs` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -104,7 +106,7 @@ def find_other_weights(
     batch: Batch,
     rule: LossRule,
     loss_of: Callable[[Batch], torch.Tensor],
-    cut: Callable[[int, torch.Tensor], torch.Tensor],
+    cut: Callable[[int, Batch], torch.Tensor],
     any_rank: Callable[[bool], bool],
 ) -> str:
     """Return the reason why a loss is no mean over targets, such as class weights or a mean over rows. Empty: none.
@@ -114,11 +116,11 @@ def find_other_weights(
     the loss takes ignored labels as the engine does: a row whose other rows are ignored then has the loss of this row
     alone. Otherwise the loss has a mask of its own, or other targets.
 
-    `loss_of`: the loss with other labels over the same outputs. `cut(row, labels)`: the loss of one row alone, with
-    labels [1, ...]. `any_rank`: True if true on some rank. Collective.
+    `loss_of`: the loss with other labels over the same outputs. `cut(row, batch)`: the loss of one row alone.
+    `any_rank`: True if true on some rank. Collective.
     """
-    labels = labels_of(batch)
-    if labels is None or labels.is_floating_point() or labels.dim() > 2 or len(labels) < 2:
+    labels = _labels_of_rows(batch)
+    if labels is None:
         return ""
     generator, (one, other) = torch.Generator("cpu").manual_seed(0), _label_sets(labels)
     is_target = torch.ones(labels.shape, dtype=torch.bool, device="cpu")
@@ -139,10 +141,9 @@ def find_other_weights(
         size = 1 + int(torch.randint(max(1, len(targets) // 3), (), generator=generator, device="cpu"))
         places = targets[torch.randperm(len(targets), generator=generator, device="cpu")[:size]]
         part = torch.zeros_like(is_target).flatten().index_fill(0, places, True).view_as(is_target)
-        whole, again = loss(mixed, is_target), loss(mixed, is_target)
-        share = size / len(targets)
+        whole, share = loss(mixed, is_target), size / len(targets)
         parts = loss(mixed, part) * share + loss(mixed, is_target & ~part) * (1 - share)
-        if not text and float(whole) == float(again) and _differ(whole, parts):
+        if not text and _differ(whole, parts) and float(whole) == float(loss(mixed, is_target)):
             text = (
                 f"the loss of {len(targets)} targets is {float(whole):.6g}, but {float(parts):.6g} as the mean of two "
                 f"parts with {size} and {len(targets) - size} targets"
@@ -153,10 +154,107 @@ def find_other_weights(
     for row in range(len(labels)):
         in_row = torch.zeros_like(is_target)
         in_row[row] = is_target[row]
-        masked, alone = loss(mixed, in_row), _or_nan(partial(cut, row, mixed[row : row + 1]))
-        is_alike &= bool(masked.isfinite() and alone.isfinite()) and not _differ(masked, alone, is_half=True)
+        is_alike &= _are_near(loss(mixed, in_row), _or_nan(partial(cut, row, {**batch, "labels": mixed})))
     is_found = bool(text) and is_alike
     return (text if is_found else "a loss on another rank is no mean over targets") if any_rank(is_found) else ""
+
+
+def find_row_weights(
+    batch: Batch,
+    rule: LossRule,
+    loss_of: Callable[[Batch], torch.Tensor],
+    cut: Callable[[int, Batch], torch.Tensor],
+    any_rank: Callable[[bool], bool],
+) -> LossRule:
+    """Return the rule for a loss with a denominator that does not count targets, such as a mean over all positions.
+
+    `find_other_weights` leaves out such a loss: a row alone has another denominator than the batch. The loss is 0
+    without targets, and adds up over rows: it ignores the labels that the engine ignores. Here one row after the other
+    has one target or none. The rows alone must then add up to the loss, by their targets, or with equal weights. A mask
+    beside the labels leaves out the ignored labels too; a loss that reads other values may have other targets.
+
+    Arguments: see `find_other_weights`. Collective.
+    """
+    labels = None if rule.takes_count else _labels_of_rows(batch)
+    if labels is None:
+        return rule
+    one, other = _label_sets(labels)
+    # Labels of two kinds: the model may predict one kind, and a loss of 0 tells nothing.
+    is_one = (torch.arange(labels.numel(), device=labels.device) % 3 == 0).view(labels.shape)
+    mixed = torch.where(is_one, one, other)
+    masks, read = [key for key in batch if key != "labels" and _is_mask(batch[key], labels)], set[str]()
+
+    def trial(kept: torch.Tensor) -> Batch:
+        masked = {key: batch[key] * kept.to(batch[key].device, batch[key].dtype) for key in masks}
+        return _WatchedBatch({**batch, **masked, "labels": mixed.masked_fill(~kept.to(labels.device), IGNORED)}, read)
+
+    def loss(kept: torch.Tensor) -> torch.Tensor:
+        return _or_nan(lambda: loss_of(trial(kept)))
+
+    nothing, rows = torch.zeros(labels.shape, dtype=torch.bool, device="cpu"), range(len(labels))
+    ignores = float(loss(nothing)) == 0.0 and read <= {"labels", *masks}
+    if any_rank(not ignores):
+        return rule
+    by_row = [nothing.index_fill(0, torch.tensor([row], device="cpu"), True) for row in rows]
+    is_sum = _are_near(loss(~nothing), sum(map(loss, by_row), torch.zeros((), device="cpu")))
+    text, has_equal_weights = "", True
+    for row, num_targets in product(rows, (0, 1)[: labels.dim()]):
+        kept = ~by_row[row]
+        if num_targets:
+            kept[row, -1] = True
+        inputs, whole = trial(kept), loss(kept)
+        alone = torch.stack([_or_nan(partial(cut, each, inputs)) for each in rows]).float()
+        counts = torch.tensor([rule.count(each[None]) for each in inputs["labels"]], device="cpu")
+        parts = alone.masked_fill(counts == 0, 0.0) @ (counts / counts.sum())
+        has_equal_weights &= _are_near(whole, alone.mean())
+        if not text and _differ(whole, parts, is_half=True) and float(whole) == float(loss(kept)):
+            text = (
+                f"the loss of rows with {', '.join(map(str, counts.tolist()))} targets is {float(whole):.6g}, but "
+                f"{float(parts):.6g} as the mean over the targets of the rows alone"
+            )
+    if any_rank(not (is_sum and text)):
+        return rule
+    return replace(rule, obstacle=text) if any_rank(not has_equal_weights) else replace(rule, weighs_rows=True)
+
+
+class _WatchedBatch(dict[str, Any]):
+    """A batch that adds the keys of read values to `read`."""
+
+    def __init__(self, batch: Batch, read: set[str]) -> None:
+        super().__init__(batch)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(self.keys())
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self._read.update(self.keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self._read.update(self.keys())
+        return super().items()
+
+
+def _labels_of_rows(batch: Batch) -> torch.Tensor | None:
+    """Return the labels, int64 [rows] or [rows, tokens], of several rows. None: the batch has no such labels."""
+    labels = labels_of(batch)
+    is_other = labels is None or labels.is_floating_point() or labels.dim() > 2 or len(labels) < 2
+    return None if is_other else labels
+
+
+def _is_mask(value: Any, labels: torch.Tensor) -> bool:
+    """True for zeros and ones in the shape of the labels."""
+    return isinstance(value, torch.Tensor) and value.shape == labels.shape and bool(((value == 0) | (value == 1)).all())
 
 
 def _or_nan(run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -167,6 +265,11 @@ def _or_nan(run: Callable[[], torch.Tensor]) -> torch.Tensor:
         raise
     except Exception:
         return torch.tensor(math.nan)
+
+
+def _are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two losses are equal up to the rounding of 16-bit weights."""
+    return bool(one.isfinite() and other.isfinite()) and not _differ(one, other, is_half=True)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, *, is_half: bool = False) -> bool:

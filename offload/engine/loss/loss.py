@@ -100,6 +100,8 @@ class LossRule:
     """True if every row with a target has the same weight."""
     obstacle: str = ""
     """Reason why parts, weighted by their targets, do not add up to the loss; "" if they do, or if this is unknown."""
+    weighs_rows: bool = False
+    """True if every row has the same weight, also without a target: a sum over targets, divided by all positions."""
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the target count: labels not ignored, all regression values, or rows with a target (`counts_rows`)."""
@@ -110,6 +112,10 @@ class LossRule:
         if self.shifts and labels.dim() > 1:
             labels = labels[:, 1:]
         return int((labels != IGNORED).sum())
+
+    def weight(self, labels: torch.Tensor) -> int:
+        """Return the weight of a part of the batch."""
+        return len(labels) if self.weighs_rows else self.count(labels)
 
 
 def labels_of(batch: Batch) -> torch.Tensor | None:

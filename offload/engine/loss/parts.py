@@ -103,7 +103,7 @@ class Losses:
             if size:
                 return total.add_(self._chunked(inputs, size))
             self.num_chunks = 1
-            share = _target_share(inputs)
+            share = _share_of_loss(inputs)
             batch = batch if share else _without_ignored(batch)
             loss = _scale(run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward), share, inputs)
             if runs_backward and loss.requires_grad:
@@ -113,7 +113,7 @@ class Losses:
     def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
         """Call the model once per micro-batch. All ranks make as many calls as the largest batch needs."""
         plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
-        tokens, own = inputs.num_targets, plan.ranks[plan.rank]
+        weight, own = inputs.weight, plan.ranks[plan.rank]
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
         if inputs.labels is None:
@@ -121,10 +121,10 @@ class Losses:
             starts = range(0, own.rows, own.micro_rows)
             counts = [row_targets * min(own.micro_rows, own.rows - start) for start in starts]
         else:
-            counts = [rule.count(labels) for labels in inputs.labels.split(own.micro_rows)]
+            counts = [rule.weight(labels) for labels in inputs.labels.split(own.micro_rows)]
         for number in range(plan.num_parts):
             position = min(number, len(parts) - 1)
-            part, share, extra = parts[position], counts[position] / max(1, tokens), {}
+            part, share, extra = parts[position], counts[position] / max(1, weight), {}
             if number >= len(parts):
                 share = 0.0
             if not share:  # other ranks may have targets here
@@ -132,7 +132,7 @@ class Losses:
                     continue
                 part = _without_ignored(part)
             elif loss_fn is None and rule.takes_count:
-                share, extra = 1.0, {"num_items_in_batch": tokens}
+                share, extra = 1.0, {"num_items_in_batch": inputs.num_targets}
             with self._state.runner.as_engine_calls():
                 loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
             loss = _scale(loss, share, inputs)
@@ -190,7 +190,7 @@ class Losses:
         self, inputs: PassInputs, loss_fn: Loss, label_log_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss for log-probabilities, and the gradient if a backward follows."""
-        share = _target_share(inputs)
+        share = _share_of_loss(inputs)
         label_log_probs = torch.nn.functional.pad(label_log_probs[:, :-1], (1, 0))  # from next-token to label positions
         label_log_probs.requires_grad_(torch.is_grad_enabled())
         loss = _scale(
@@ -213,11 +213,11 @@ def _leaves(batch: Batch) -> Iterator[Batch]:
     torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
 
 
-def _target_share(inputs: PassInputs) -> float:
-    """Return this rank's share, in this pass, of all targets."""
+def _share_of_loss(inputs: PassInputs) -> float:
+    """Return the share of this rank's loss, in this pass, in the whole loss."""
     plan = inputs.plan
     is_part = plan.has_peers or plan.step is not None
-    return plan.num_targets(inputs.rule, plan.rank) / max(1, inputs.num_targets) if is_part else 1.0
+    return plan.weight(inputs.rule, plan.rank) / max(1, inputs.weight) if is_part else 1.0
 
 
 def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor:

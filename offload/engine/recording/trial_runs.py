@@ -24,7 +24,7 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.label_trials import LabelTrials, find_other_weights, probe_loss
+from offload.engine.loss.label_trials import LabelTrials, find_other_weights, find_row_weights, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, find_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
@@ -95,7 +95,7 @@ class TrialRuns:
         leader = self.samples.choose_leader(inputs.batch, False, None)
         own, other = self._try_loss(inputs.batch, inputs.loss_fn, inputs.form, leader, False)[0], inputs.rule
         difference = "" if own is None or other.obstacle else own.obstacle
-        if own is not None and (own.shifts, own.takes_count) != (other.shifts, other.takes_count):
+        if own is not None and replace(own, counts_rows=other.counts_rows, obstacle=other.obstacle) != other:
             difference = "the loss counts targets in another way"
         found = self._state.comm.gather_objects(difference, "rule of a loss")
         return next(filter(None, found), "")
@@ -193,7 +193,7 @@ class TrialRuns:
                 self._run_until_settled(lambda _: trials.learn(probe))
                 rule = probe_loss(self._model, probe, trials, loss_fn)
                 if rule is not None and self._may_cut_rows and not form.is_whole:
-                    rule = replace(rule, obstacle=self._find_other_weights(probe, rule, trials, form, loss_fn))
+                    rule = self._find_weights(probe, rule, trials, form, loss_fn)
                 if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                     head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
             return rule, head
@@ -210,25 +210,31 @@ class TrialRuns:
         self.forget_traffic()
         return rule, head
 
-    def _find_other_weights(
+    def _find_weights(
         self, probe: Batch, rule: LossRule, trials: LabelTrials, form: BatchForm, loss_fn: LossFunction | None
-    ) -> str:
-        """Like `find_other_weights`. Only if the outputs do not depend on the labels."""
+    ) -> LossRule:
+        """Return the rule with the weights of parts. Trials only if the outputs do not depend on the labels."""
         model, comm = self._model, self._state.comm
         takes_labels = loss_fn is None or "labels" in select_inputs(model, probe, loss_fn)
         if takes_labels and trials.output is None:
-            return ""
+            return rule
         outputs = None if takes_labels else model(**select_inputs(model, probe, loss_fn))
 
         def loss_of(inputs: Batch) -> torch.Tensor:
-            found = trials(inputs) if takes_labels else outputs
+            found = trials({**probe, "labels": inputs["labels"]}) if takes_labels else outputs
             return find_loss(found) if loss_fn is None else loss_fn(found, inputs)
 
-        def cut(row: int, labels: torch.Tensor) -> torch.Tensor:
-            part = form.take(probe, torch.tensor([row], device="cpu"))
-            return run_loss(model, {**part, "labels": labels}, loss_fn)
+        def cut(row: int, inputs: Batch) -> torch.Tensor:
+            number = torch.tensor([row], device="cpu")
+            part, own = form.take(inputs, number), form.take({**probe, "labels": inputs["labels"]}, number)
+            found = model(**select_inputs(model, own, loss_fn))
+            return find_loss(found) if loss_fn is None else loss_fn(found, part)
 
-        return find_other_weights(probe, rule, loss_of, cut, lambda found: comm.any(found, "weights of a loss"))
+        def any_rank(found: bool) -> bool:
+            return comm.any(found, "weights of a loss")
+
+        obstacle = find_other_weights(probe, rule, loss_of, cut, any_rank)
+        return replace(rule, obstacle=obstacle) if obstacle else find_row_weights(probe, rule, loss_of, cut, any_rank)
 
     def discard_incomplete(self) -> None:
         """Discard an incomplete recording, with everything the recording may have overwritten."""
