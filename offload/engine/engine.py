@@ -203,6 +203,17 @@ class Engine(StateAccess):
         self._recovery.check_usable()
         return self._own_loop.grad_norm()
 
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """For own loops: clip the gradients since the last update to a norm, and return the norm before.
+
+        `update` clips, and the gradients are complete: call it next. In a loop over `offload.wrap`, gradients that are
+        read in between are clipped. max_norm: above 0; infinite: no clipping.
+        """
+        self._recovery.check_usable()
+        if not max_norm > 0:
+            raise ConfigError(f"engine.clip_grad_norm was given max_norm={max_norm!r}; it must be a number above 0.")
+        return self._own_loop.clip(float(max_norm))
+
     def has_gradients(self) -> bool:
         """For own loops: return whether any rank has gradients since the last update. Collective."""
         self._recovery.check_usable()

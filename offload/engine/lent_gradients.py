@@ -79,6 +79,25 @@ class LentGradients:
                 self._measures.correct(region, now)
                 self._squares[region] = now
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients of the step in place, on a single rank, where the script reads them too."""
+        self.measure_changed()
+        for region, state in self._store.states.items():
+            if state.sums is not None and any(self._measures.touched[region.index]):
+                state.sums.mul_(factor)
+                squares = self._look(region)
+                self._measures.correct(region, squares)
+                if region in self._squares:
+                    self._squares[region] = squares
+        for memory, lent in self._lent.values():
+            if lent.data_ptr() != memory.data_ptr():
+                lent.mul_(factor)
+
+    @property
+    def has_lent(self) -> bool:
+        """True if the script has gradients of this step."""
+        return bool(self._lent)
+
     def _look(self, region: Region) -> list[float]:
         sums = self._store.states[region].sums
         assert sums is not None

@@ -15,6 +15,7 @@ from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
+from offload.optim.update import clip_coefficient
 from offload.planning.settings import Settings, check_max_grad_norm
 
 
@@ -25,6 +26,8 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
+        self._limit: float | None = None
+        """Norm to which the next update clips, from `clip`; infinite: no (further) clipping."""
         self._lent = LentGradients(state)
         cuts = ("micro_batch_size", settings.micro_batch_size, None), ("passes", settings.passes, 1)
         self._unused = " and ".join(f"{name} {value}" for name, value, default in cuts if value != default)
@@ -53,6 +56,7 @@ class OwnLoop:
             agree_on_pass(self._state.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
         self._lent.mark_used(zeros, is_zero=True)
+        self._limit = None
 
     def refuse_during_step(self, operation: str) -> None:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
@@ -83,7 +87,10 @@ class OwnLoop:
             return self._lent.used(info)
         self._lent.refuse_used()
         with self._recovery.working():
-            return self._lent.lend(info)
+            gradient = self._lent.lend(info)
+            if gradient is not None:
+                self._clip_lent()
+            return gradient
 
     def drop_gradient(self, info: ParameterInfo) -> None:
         """Clear the used gradient of a parameter. Raises ConfigError during a step with gradients."""
@@ -96,13 +103,44 @@ class OwnLoop:
             )
         self._lent.drop(info)
 
-    def grad_norm(self) -> float:
-        """Wait until all gradients are summed over the ranks, and return the global norm."""
-        self._require_gradients("grad_norm")
+    def grad_norm(self, operation: str = "grad_norm") -> float:
+        """Wait until all gradients are summed over the ranks, and return the global norm, after `clip`."""
+        self._require_gradients(operation)
         agree_on_pass(self._state.comm, RankBatch("grad_norm"))
         with self._recovery.given_up_on_error():
             self._lent.measure_changed()
-            return self._state.updates.measure()
+            norm = self._state.updates.measure()
+            return norm * clip_coefficient(norm, self._limit)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients of this step to a norm, and return the norm before.
+
+        `update` clips, without a pass of its own over the gradients; a gradient that a script reads is clipped at once.
+        """
+        norm = self.grad_norm("clip_grad_norm")
+        self._limit = min(max_norm, math.inf if self._limit is None else self._limit)
+        if self._lent.has_lent:
+            with self._recovery.working():
+                self._clip_lent()
+        return norm
+
+    def _clip_lent(self) -> None:
+        """Scale the gradients in place, as `clip` wants, because a script has some. `update` then scales no more."""
+        if self._limit is None or self._limit == math.inf:
+            return
+        self._lent.measure_changed()
+        norm = self._state.updates.measure()
+        factor = norm if math.isnan(norm) else clip_coefficient(norm, self._limit)
+        if factor != 1:
+            self._lent.scale(factor)
+        self._limit = math.inf
+
+    def _limit_of(self, max_grad_norm: float | None) -> float | None:
+        """Return the limit for the next update, from the argument of `update` and from `clip`."""
+        if self._limit is None:
+            return max_grad_norm
+        limit = min(self._limit, max_grad_norm or math.inf)
+        return 0.0 if limit == math.inf else limit
 
     def update(self, max_grad_norm: float | None = None, until_zero_grad: bool = False) -> StepResult:
         """Clip (to `max_grad_norm`, if given), update, and return the mean loss since the last update, over all ranks.
@@ -111,6 +149,7 @@ class OwnLoop:
         """
         self._require_gradients("update")
         check_max_grad_norm(max_grad_norm)
+        max_grad_norm = self._limit_of(max_grad_norm)
         self._steps.foreign_writes.check()
         state, lr = self._state, self._steps.method.lr
         operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
@@ -134,6 +173,7 @@ class OwnLoop:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
         self.is_open = False
+        self._limit = None
         self._entries.forget()
         self._lent.forget()
 

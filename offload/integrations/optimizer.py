@@ -15,7 +15,6 @@ from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, warn
 from offload.integrations.rules import PLAIN, rate_of
-from offload.optim.update import clip_coefficient
 
 FOLDER = "offload"
 """Folder for engine states inside another library's checkpoint."""
@@ -39,7 +38,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
         """`groups`: (learning rate scale, weight decay, parameter names) per group; None: `Engine.groups`."""
         self.engine = engine
-        self._max_grad_norm: float | None = None  # for the next step, instead of the engine's limit
         self.result: StepResult | None = None
         self._updates, self._missing, self._has_descended = 0, 0, False
         parameters = dict(engine.model.named_parameters())
@@ -99,14 +97,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._has_descended = False
             return
         self._prepare()
-        limit, self._max_grad_norm = self._max_grad_norm, None
         self.result = None
         if self.engine.has_gradients():
-            self._record(self.engine.update(limit, until_zero_grad=True))
+            self._record(self.engine.update(until_zero_grad=True))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`.
+        """Clip the gradients to `max_norm`, and return their norm before, over all parameters and ranks.
 
+        The next step clips, instead of the engine's limit; gradients that are read before it are clipped at once.
         Like torch.nn.utils.clip_grad_norm_, also where no rank has a whole gradient. `parameters`: all that are
         trained. Raises ConfigError for some of them, another norm, or a `max_norm` of 0.
         """
@@ -130,10 +128,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         if not self.engine.has_gradients():
             return torch.tensor(0.0)
-        before, norm = self._max_grad_norm or math.inf, self.engine.grad_norm()
-        limit = min(before, float(max_norm))  # in plain PyTorch a second call finds gradients already clipped
-        self._max_grad_norm = 0.0 if limit == math.inf else limit  # 0: no clipping
-        return torch.tensor(norm * clip_coefficient(norm, before))
+        return torch.tensor(self.engine.clip_grad_norm(max_norm))
 
     @property
     def has_gradients(self) -> bool:
@@ -197,7 +192,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, after a step or before a backward: see `Engine.zero_grad`. Collective."""
-        self._max_grad_norm = None
         if not self.engine.closed:
             self.engine.zero_grad(set_to_none)
 

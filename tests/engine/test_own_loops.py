@@ -435,6 +435,8 @@ def test_the_norm_may_be_asked_for_before_the_update(make: Maker) -> None:
     engine.backward(engine.model(**batch).loss)
     with pytest.raises(ConfigError, match="max_grad_norm is -1"):
         engine.update(-1)
+    with pytest.raises(ConfigError, match="must be a number above 0"):
+        engine.clip_grad_norm(0)
     engine.grad_norm()
     loss = engine.model(**batch).loss
     with pytest.raises(ConfigError, match="had measured the gradients"):

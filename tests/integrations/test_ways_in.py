@@ -238,9 +238,7 @@ class Loop(Script):
         self.engine.zero_grad(**how)
 
     def clip(self, limit: float = CLIP) -> Any:
-        norm = torch.tensor(self.engine.grad_norm())
-        self.step = lambda: (vars(self).pop("step"), self.engine.update(limit))  # type: ignore[method-assign]
-        return norm
+        return torch.tensor(self.engine.clip_grad_norm(limit))
 
     def set(self, **settings: Any) -> None:
         self.engine.lr = settings.pop("lr", self.engine.lr)
@@ -491,6 +489,26 @@ def scale_by_data(way: Script) -> None:
     way.clip()
 
 
+def clipped_and_changed(way: Script) -> None:
+    gradients = grads_of(way) if way.number % 2 else []  # held since before the clip, or read after it
+    way.clip()
+    gradients = gradients or grads_of(way)
+    if type(way) is Script:
+        for gradient in gradients:
+            gradient.mul_(way.optimizer.scale)
+        way.optimizer.scale = 1.0
+    for gradient in gradients:
+        gradient.clamp_(-0.5 * CLIP, 0.1 * CLIP)
+
+
+def clipped_between(way: Script) -> None:
+    """A clip, new memory for the gradients, and a clip to a smaller norm."""
+    for p in way.model.parameters():
+        p.grad.data = 2 * p.grad
+    clipped_and_changed(way)
+    way.clip(0.5 * CLIP)
+
+
 def skip(way: Script) -> None:
     if way.number not in (0, 2):
         way.backward(way.loss())
@@ -614,6 +632,8 @@ CASES: dict[str, Callable[[], Case]] = {
         between=lambda way: way.model.last.weight.register_post_accumulate_grad_hook(print)
     ),
     "clipped twice": lambda: edited(lambda way: [way.clip(2 * CLIP), way.clip()]),
+    "clipped and changed": lambda: edited(clipped_and_changed),
+    "clipped between": lambda: edited(clipped_between),
     "not finite": lambda: Case(loss=lambda model, outputs, batch: own_loss(model, outputs, batch) * math.inf),
     "part first": lambda: Case(turn=part_first),
     "block alone": lambda: with_loss(lambda way: way.model.blocks[1](batch_of(way.number)["x"]).square().mean()),
