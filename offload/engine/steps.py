@@ -197,8 +197,15 @@ class Steps:
             agree_on_pass(comm, RankBatch(operation, error_message=str(error)))  # raises on all ranks
             raise
         own = RankBatch.of(operation, batch, known.rows, self._micro_rows, loss_fn is not None, shared)
-        is_known, modes = known.result is not None, self.known.modes
-        plan = agree_on_pass(comm, replace(own, is_new=known.is_new, is_known=is_known, modes=modes, lr=lr))
+        own = replace(
+            own,
+            is_new=known.is_new,
+            is_known=known.result is not None,
+            is_claim=known.kind in (self.known.claims or ()),
+            modes=self.known.modes,
+            lr=lr,
+        )
+        plan = agree_on_pass(comm, own)
         attention.begin_pass(plan.needs_mask)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         device_batch = map_tensors(self._state.device.copy_to_device, batch)
@@ -216,10 +223,12 @@ class Steps:
             else:
                 state.slots.compute_after_resident()
             is_due = self._is_check_due(inputs, is_recorded)
-            if is_due and self.known.claims is not None and not is_recorded:
+            if (is_due or inputs.plan.has_claims) and self.known.claims is not None and not is_recorded:
                 if self._refutes(inputs):
                     inputs, is_recorded = self._record(inputs, departed), True
                 is_due = self._is_check_due(inputs, is_recorded)
+            if inputs.plan.has_claims:
+                self.known.settle(inputs.batch, inputs.loss_fn)
             if is_due or inputs.plan.has_other_values or departed is not None:
                 self.tell("comparing the engine with plain PyTorch")
                 self.equivalence.check(inputs, self._take_sample(inputs))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,39 @@ def test_an_analysis_is_checked_for_another_loss(
             results = [engine.step(batch) for batch in (uneven(0), uneven(ignored))]
         for batch, result in zip((uneven(0), uneven(ignored)), results, strict=True):
             loss, norm = reference.step(batch)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-5)
+
+
+def equal_weights(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class ClassWeights:
+    """A loss with weights of classes, which no hash sees."""
+
+    def __init__(self, least: float) -> None:
+        self.weights = torch.ones(64).index_fill(0, torch.arange(32), least)
+
+    def __call__(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits, weights = outputs.logits[:, :-1], self.weights.to(outputs.logits.device)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), weights)
+
+
+@pytest.mark.filterwarnings("ignore:micro_batch_size is none")
+def test_each_loss_of_an_analysis_is_checked() -> None:
+    """Two losses with one engine. Break: check the first loss alone."""
+    settings: dict[str, Any] = {"passes": 2, "max_grad_norm": None}
+    batch = uneven(0)
+    with Engine(build(deep), **settings) as engine:
+        for loss_fn in (equal_weights, ClassWeights(1.0)):
+            engine.step(batch, loss_fn)
+        analysis = engine.analysis
+    reference = Reference(build(deep), max_grad_norm=None)
+    with Engine(build(deep), analysis=analysis, **settings) as engine:
+        for number, loss_fn in enumerate((equal_weights, ClassWeights(0.1))):
+            loss, norm = reference.step(batch, loss_fn)
+            with pytest.warns(UserWarning, match="does not hold") if number else nullcontext():
+                result = engine.step(batch, loss_fn)
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-5)
 
 

@@ -44,6 +44,8 @@ class RankBatch:
     """True if this rank needs a recording pass first."""
     is_known: bool = False
     """True if this rank has a recording for the same pattern with other values."""
+    is_claim: bool = False
+    """True if the recording of this rank is from another engine, and not yet checked."""
     modes: int = 0
     """Hash of the training modes of modules and the frozen parameters on this rank."""
     needs_mask: bool = False
@@ -123,6 +125,11 @@ class PassPlan:
     def has_other_values(self) -> bool:
         """True if some rank has a recording for this batch pattern, but from values with less information."""
         return any(announcement.is_new and announcement.is_known for announcement in self.ranks)
+
+    @property
+    def has_claims(self) -> bool:
+        """True if some rank has a recording from another engine, and not yet checked."""
+        return any(announcement.is_claim for announcement in self.ranks)
 
     @property
     def needs_mask(self) -> bool:
