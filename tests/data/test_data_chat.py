@@ -161,6 +161,25 @@ def test_the_ends_are_those_of_the_model(bpe_folder: Callable[..., str], dataset
     assert found == [0, 1, 1]
 
 
+def test_texts_that_the_template_drops_are_counted_in_a_note(
+    bpe_folder: Callable[..., str], dataset_of: Any, write_lines: Any
+) -> None:
+    """Break: count no system messages, or texts that a template writes in another form."""
+    no_system = "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    strips = "{% for m in messages %}{{ m.content | trim }}{{ documents | tojson }}{{ eos_token }}{% endfor %}"
+    rows = [{"messages": [{"role": "system", "content": " Be  brief.\n"}, *CHAT[1:3]]}, {"messages": CHAT[1:3]}]
+    rows.append({**rows[0], "chat_template_kwargs": {"documents": [{"title": "T", "text": 'a "word"'}]}})
+    path = write_lines("rows.jsonl", *rows)
+    for template, dropped in (
+        (no_system, "3 texts, the first one is the system message (message 1) of "),
+        (strips, ""),
+    ):
+        data = dataset_of(path, tokenizer=bpe_folder(template), sequence_length=96, batch_size=1)
+        notes = [note for note in data.notes if "dropped by the tokenizer's chat template" in note]
+        assert len(notes) == bool(dropped)
+        assert all(f"{dropped}{path}:1. " in note or f"{dropped}{path} line 1. " in note for note in notes), notes
+
+
 def test_a_message_marked_as_not_trained_stays_so_beside_the_prompt(dataset_of: Any, write_lines: Any) -> None:
     """Break: store no marks of tokens where the prompt is trained."""
     (*before, answer) = CHAT[:3]

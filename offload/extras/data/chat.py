@@ -76,6 +76,8 @@ class ChatRenderer:
         self._ends = tuple(ends)
         self.num_open = 0
         """Answers before another turn, without a token that ends generation."""
+        self.dropped: list[str] = []
+        """What the template drops without an error, by place: system messages, and `documents` of rows."""
 
     def render_documents(self, chat: Chat) -> list[Segments]:
         """Return the documents of a conversation: several only if the template rewrites earlier turns.
@@ -85,6 +87,7 @@ class ChatRenderer:
         template = self._tool_use if chat.tools else self._default
         chat = template.with_expected_arguments(chat)
         whole, marks = template.render(chat, len(chat.messages))
+        self.dropped += _dropped(chat, whole)
         if self._train_on_prompt:
             return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
         if marks is not None and not chat.marks and chat.num_prompt is None:
@@ -248,6 +251,24 @@ class Template:
         }
         (text,), (spans,) = render_jinja_template([messages], tools, **render_options)
         return str(text), spans
+
+
+def _dropped(chat: Chat, whole: str) -> Iterator[str]:
+    """Yield what the rendered text lacks: a system message, or all documents for the template. Any spaces are equal."""
+    written = _without_spaces(whole)
+    for number, message in enumerate(chat.messages, 1):
+        content = message["content"] if message["role"] == "system" else ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        if not all(_without_spaces(str(part.get("text") or "")) in written for part in parts):
+            yield f"the system message (message {number}) of {chat.where}"
+    texts = [text for _, text in _texts_of(chat.options.get("documents"))]
+    escaped = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+    if texts and not any(_without_spaces(text) in written for text in (*texts, *escaped) if text):
+        yield f"'documents' of {chat.where}"
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -111,6 +111,8 @@ class EncodedBatch:
     """Conversations split into several documents."""
     num_open: int = 0
     """Answers before another turn, without a token that ends generation."""
+    dropped: list[str] = field(default_factory=list)
+    """What the chat template drops, by place."""
 
 
 class Encoder:
@@ -148,6 +150,8 @@ class Encoder:
         """Conversations split into several documents."""
         self.num_open = 0
         """Answers before another turn, without a token that ends generation."""
+        self.num_dropped, self.first_dropped = 0, ""
+        """Texts dropped by the chat template, and the place of the first one."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
         """Yield the encoded documents for each (in_eval, record) in order.
@@ -160,6 +164,8 @@ class Encoder:
                 self.num_empty += batch.num_empty
                 self.num_split += batch.num_split
                 self.num_open += batch.num_open
+                self.num_dropped += len(batch.dropped)
+                self.first_dropped = self.first_dropped or next(iter(batch.dropped), "")
                 for part in batch.parts:
                     if isinstance(part, BadRow):
                         self._bad.handle(part)
@@ -197,7 +203,7 @@ class _TextEncoder:
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
         encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
-        num_open = self._renderer.num_open
+        num_open, self._renderer.dropped = self._renderer.num_open, encoded.dropped
         for request in batch:
             try:
                 prepared.append(self._draft_documents(request))

@@ -80,16 +80,18 @@ class PictureEncoder:
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode a batch of records, each a `Chat`."""
-        parts, num_split, num_open = list[EncodedDocument | BadRow](), 0, self._renderer.num_open
+        encoded, num_open = EncodedBatch([]), self._renderer.num_open
+        self._renderer.dropped = encoded.dropped
         for request in batch:
             try:
                 documents = self._documents(request)
             except BadRow as bad:
-                parts.append(bad)
+                encoded.parts.append(bad)
             else:
-                parts += documents
-                num_split += len(documents) > 1
-        return EncodedBatch(parts, num_split=num_split, num_open=self._renderer.num_open - num_open)
+                encoded.parts += documents
+                encoded.num_split += len(documents) > 1
+        encoded.num_open = self._renderer.num_open - num_open
+        return encoded
 
     def _documents(self, request: EncodeRequest) -> list[EncodedDocument]:
         """Return the documents for a conversation. Raises BadRow."""

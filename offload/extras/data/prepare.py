@@ -74,6 +74,10 @@ class TokenizedData:
     """Conversations split into several documents."""
     num_open: int
     """Answers before another turn, without a token that ends generation."""
+    num_dropped: int
+    """Texts in conversations that the chat template drops."""
+    first_dropped: str
+    """The place of the first one."""
     streams: bool
     """True if some tokens came from a file without document borders."""
     num_bad: int
@@ -313,6 +317,8 @@ class Preparation:
             "num_empty": encoder.num_empty if encoder else 0,
             "num_split": encoder.num_split if encoder else 0,
             "num_open": encoder.num_open if encoder else 0,
+            "num_dropped": encoder.num_dropped if encoder else 0,
+            "first_dropped": encoder.first_dropped if encoder else "",
             "streams": streams,
             "num_bad": bad.num,
             "bad": bad.examples,
@@ -361,5 +367,5 @@ def _encode_ids(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -
 def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
     train, held_out = (TokenStore(folder / name, meta[name]) for name in ("train", "eval"))
-    counts = meta["num_empty"], meta["num_split"], meta["num_open"], meta["streams"], meta["num_bad"]
-    return TokenizedData(train, held_out, *counts, *(tuple(meta[key]) for key in ("bad", "unread", "roles")))
+    lists = {key: tuple(meta.pop(key)) for key in ("bad", "unread", "roles")}
+    return TokenizedData(**{**meta, **lists, "train": train, "eval": held_out})

@@ -191,6 +191,12 @@ class SourceRows:
                 f"{counted(tokens.num_open, 'answer')} before other turns. Name the token at the end of an answer, or "
                 "the role marker behind it, in eos_token_id of the model's generation_config.json."
             )
+        if tokens.num_dropped:
+            notes.append(
+                "dropped by the tokenizer's chat template, so no token has them: "
+                f"{counted(tokens.num_dropped, 'text')}, the first one is {tokens.first_dropped}. Use a tokenizer with "
+                "another chat template, or write the text into a message of the user."
+            )
         if self.num_truncated:
             notes.append(
                 f"cut off beyond data.sequence_length={self.train.sequence_length} "
