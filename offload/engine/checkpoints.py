@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
+from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Contents, Entry, name_of, without_moved
 from offload.checkpoint.manifest import ERROR as ERROR_PREFIX
 from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import broadcast_value, keepers
@@ -29,6 +29,7 @@ from offload.distributed.outcomes import share_failure
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
+from offload.files.extra_files import check_extra_files
 from offload.files.sources import FORMAT, MODEL_FORMATS
 from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
@@ -110,8 +111,11 @@ class PendingCheckpoint:
                 files, self._meta = broadcast_value(comm, (files, self._meta), "metadata of the checkpoint")
             with share_failure(comm, "creation of the checkpoint"):
                 if self._keepers[comm.rank] == comm.rank:
+                    configuration = _configuration(engine)
+                    ranks = {f"rank-{rank}.bin" for rank in range(comm.size)}
+                    check_extra_files(files, "checkpoint", {*configuration, *ranks, MANIFEST})
                     self._save = opened.enter_context(Save(folder))
-                    for name, data in {**_configuration(engine), **(files or {})}.items():
+                    for name, data in {**configuration, **(files or {})}.items():
                         self._save.attach(name, data)
             paths = comm.gather_objects(self._save and self._save.path, "folders of the checkpoint")
             path: Any = paths[self._keepers[comm.rank]]

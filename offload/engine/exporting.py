@@ -34,7 +34,7 @@ def export_model(
     folder: Path,
     dtype: torch.dtype | None,
     shard_bytes: int,
-    files: Mapping[str, bytes],
+    files: Mapping[str, bytes] | None,
     replace: bool,
     derived_model: DerivedModel | None = None,
 ) -> None:

@@ -288,7 +288,7 @@ class StateAccess(Figures):
         self._state.snapshot.check(trains=False)
         self._settle("export")
         with self._recovery.working(), self.counters.preserve():
-            export_model(self._state, folder, dtype, shard_bytes, files or {}, replace, made)
+            export_model(self._state, folder, dtype, shard_bytes, files, replace, made)
 
     def save_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False

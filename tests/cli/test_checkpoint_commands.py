@@ -354,6 +354,10 @@ def test_a_conversation_answers_each_line_before_the_next(kind: str, made: Path)
     [
         (["--max-new-tokens", "0"], "--max-new-tokens is 0; it should be 1 or more"),
         (["--temperature", "-1"], "--temperature is -1.0; it should be 0 or more"),
+        (["--temperature", "hot"], "--temperature is 'hot'; it should be a number."),
+        (["--top-k=1.5"], "--top-k is '1.5'; it should be a whole number."),
+        (["--dtype", "fp8"], "--dtype is 'fp8'; it should be one of auto, bf16, fp32."),
+        (["--seed"], "--seed is given without a value; write --seed VALUE."),
         (["--top-p", "0"], "--top-p is 0.0; it should be above 0"),
         (["--top-k", "-2"], "--top-k is -2"),
         (["--memory", "lots"], "--memory is 'lots'"),

@@ -49,13 +49,34 @@ def differing(one: Path, other: Path) -> list[str]:
     return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
 
 
-@pytest.mark.parametrize("name", ["../outside.txt", "part/inside.txt"])
-def test_a_file_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    engine = Engine(build(llama))
-    with pytest.raises(ConfigError, match="no name of a file in the export folder"):
-        engine.export(tmp_path / "export", files={name: b"text"})
+FILES: list[tuple[Any, str]] = [
+    ({"../outside.txt": b""}, "no name of a file in the {} folder"),
+    ({"part/inside.txt": b""}, "no name of a file in the {} folder"),
+    ({1: b""}, "files has 1, which is no name"),
+    ({"long" * 64: b""}, "a name of 256 bytes, and a file system takes at most 255"),
+    ({"notes.txt": "text"}, "files has str under 'notes.txt'; give bytes, such as text.encode"),
+    ("notes.txt", "files is str; it must be a mapping of file names to bytes"),
+    ({"config.json": b"{{}}"}, "files has 'config.json', which the {} folder gets from the model"),
+]
+
+
+def test_wrong_files_and_sizes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Break: check names of files only."""
+    with Engine(build(llama)) as engine:
+        for files, said in FILES:
+            with pytest.raises(ConfigError, match=said.format("export")):
+                engine.export(tmp_path / "export", files=files)
+            with pytest.raises(ConfigError, match=said.format("checkpoint")):
+                engine.save_checkpoint(tmp_path / "checkpoint", files=files)
+        for size in (0, -1, 1.5, True, "5GB"):
+            with pytest.raises(ConfigError, match=r"shard_bytes is .*; it must be a whole number of bytes"):
+                engine.export(tmp_path / "export", shard_bytes=size)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"'model.safetensors.index.json', which the export folder gets"):
+            engine.export(tmp_path / "export", files={"model.safetensors.index.json": b""})
+        for name in ("rank-0.bin", "manifest.json"):
+            with pytest.raises(ConfigError, match="which the checkpoint folder gets"):
+                engine.save_checkpoint(tmp_path / "checkpoint", files={name: b""})
     assert not list(tmp_path.iterdir())
-    engine.close()
 
 
 def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
+import itertools
 import os
 import signal
 import sys
@@ -154,20 +156,61 @@ def wants_debug(words: Sequence[str]) -> bool:
 def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
     """Parse the options of a command into a `kind`, a dataclass read by tyro.
 
-    Raises ConfigError for an unknown option. A missing or impossible value ends the process with exit code 2, --help
-    with 0.
+    Raises ConfigError for an unknown option, and for a missing or impossible value. --help ends the process with exit
+    code 0.
     """
     import tyro
 
     asks_for_help = {"--help", "-h"} & set(words)
     if not asks_for_help and (missing := _missing(options_class, words)):
         raise ConfigError(f"--{missing} is missing; see --help.")
-    options, unknown = tyro.cli(options_class, args=words, prog=prog, description=description, return_unknown_args=True)
+    if not asks_for_help:
+        _check_values(options_class, words)
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            options, unknown = tyro.cli(
+                options_class, args=words, prog=prog, description=description, return_unknown_args=True
+            )
+    except SystemExit as left:
+        if not left.code:
+            raise
+        lines = itertools.takewhile(lambda line: "────" not in line, box.getvalue().splitlines()[1:])
+        text = " ".join(" ".join(line.strip("│ ") for line in lines).split()).rstrip(".")
+        raise ConfigError(f"{text}; see --help.") from None
     if unknown:
         names = [field.name.replace("_", "-") for field in dataclasses.fields(options_class)]  # type: ignore[arg-type]
         close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
         raise ConfigError(f"unknown option {shorten(unknown[0])}{close}; see --help.")
     return options
+
+
+def _check_values(options_class: type[Any], words: Sequence[str]) -> None:
+    """Raise ConfigError for an option without a value, or with a value that is no number or no choice."""
+    hints = typing.get_type_hints(options_class)
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        hint = hints.get(name.removeprefix("--").replace("-", "_"))
+        types = {hint, *typing.get_args(hint)}
+        if not name.startswith("--") or hint in (None, bool):
+            continue
+        if not equals:
+            value = words[index + 1] if index + 1 < len(words) else "--"
+            if value.startswith("--") and " " not in value:
+                raise ConfigError(f"{name} is given without a value; write {name} VALUE.")
+        if typing.get_origin(hint) is typing.Literal and value not in types:
+            raise ConfigError(f"{name} is {value!r}; it should be one of {', '.join(typing.get_args(hint))}.")
+        for kind, noun in ((int, "a whole number"), (float, "a number")):
+            if kind in types and not (value == "None" and type(None) in types) and not _is_a(kind, value):
+                raise ConfigError(f"{name} is {value!r}; it should be {noun}.")
+
+
+def _is_a(kind: type[int] | type[float], value: str) -> bool:
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return True
 
 
 def as_utf8(word: str, option: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -33,11 +34,13 @@ from offload.app.hf.names import CannotStream, Conversion, describe_conversions,
 from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
 from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, shorten, warn
 from offload.files.atomic_folder import clear, replace_folder
+from offload.files.extra_files import check_extra_files
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, tensor_reader
 from offload.files.sources import SHARD_BYTES, ReadValues
 from offload.native.io import sync_path
 from offload.tiers.host import trim_heap
 
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _EXPORT_ENTRIES = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
 )
@@ -88,9 +91,10 @@ def write_model(
             "PEFT nor transformers loads. model.save_pretrained(folder) writes the adapter; engine.close(restore=True) "
             "and then model.merge_and_unload().save_pretrained(folder) write the merged model."
         )
-    wrong = next((name for name in files or {} if Path(name).name != name), None)
-    if wrong is not None:
-        raise ConfigError(f"files has {wrong!r}, which is no name of a file in the export folder: give a plain name.")
+    _check_shard_bytes(shard_bytes)
+    own = ("config.json", "generation_config.json") if isinstance(model, transformers.PreTrainedModel) else ()
+    weights = tuple(name for name in files or () if _WEIGHTS.fullmatch(str(name)))
+    check_extra_files(files, "export", own + weights)
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
@@ -107,6 +111,11 @@ def write_model(
         sum(each.num_bytes for each in written),
         {name: value for each in written for name, value in each.hashes.items()},
     )
+
+
+def _check_shard_bytes(given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, Integral) or int(given) < 1:
+        raise ConfigError(f"shard_bytes is {given!r}; it must be a whole number of bytes, at least 1.")
 
 
 class _ExportPlan:
