@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +464,11 @@ def weight_gradient(way: Script) -> Tensor:
     return loss * slope.norm()
 
 
+def with_inputs(name: str, way: Script) -> Tensor:
+    script_loss(way).backward(inputs=[way.model.get_parameter(name)])
+    return script_loss(way)
+
+
 def second_gradient(way: Script) -> Tensor:
     x = batch_of(way.number)["x"].requires_grad_()
     (slope,) = torch.autograd.grad(script_loss(way, x=x), x, create_graph=True)
@@ -639,6 +644,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "block alone": lambda: with_loss(lambda way: way.model.blocks[1](batch_of(way.number)["x"]).square().mean()),
     "input gradient": lambda: with_loss(input_gradient),
     "weight gradient": lambda: with_loss(weight_gradient),
+    "weight inputs": lambda: with_loss(partial(with_inputs, "first.weight")),
+    "device weight inputs": lambda: with_loss(partial(with_inputs, "last.weight")),
     "functional": lambda: with_loss(functional),
     "twice": lambda: with_loss(lambda way: (loss := script_loss(way), loss.backward(retain_graph=True))[0]),
     "create_graph": lambda: with_loss(second_gradient),

@@ -344,11 +344,12 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: UnitCall, _anchor: torch.Tensor | None, *tensors: torch.Tensor
+        ctx: Any, call: UnitCall, _anchor: torch.Tensor | None, num_weights: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+        """`tensors`: the inputs, then `num_weights` stand-ins of the unit, for a backward that asks for one of them."""
+        ctx.call, ctx.num_weights = call, num_weights
         ctx.set_materialize_grads(False)
-        outputs = call.forward(tensors)
+        outputs = call.forward(tensors[: len(tensors) - num_weights])
         if call.dirty:
             ctx.mark_dirty(*call.dirty)
         detached = call.traits.graph(call.signature).detached
@@ -359,14 +360,30 @@ class UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         # `torch.autograd.grad`, or a backward with chosen inputs, must not change weight gradients.
         trains = not ctx.needs_input_grad[1] or torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        if not trains:
+            _refuse_weight_inputs(ctx.next_functions[len(ctx.next_functions) - ctx.num_weights :])
         with interrupts:
-            return None, None, *ctx.call.backward(gradients, trains)
+            return None, None, None, *ctx.call.backward(gradients, trains), *[None] * ctx.num_weights
+
+
+def _refuse_weight_inputs(edges: Sequence[tuple[Any, int]]) -> None:
+    """Raise ConfigError if the running backward was asked for the gradient of a weight with one of these edges."""
+    for node, _ in edges:
+        if node is not None and torch._C._will_engine_execute_node(node):
+            name = node.variable.info.name
+            raise ConfigError(
+                f"backward(inputs=...) asked for the gradient of {name}, which no graph has: the engine computes it "
+                "with all others, unit by unit. Call requires_grad_(False) on other weights before the forward, and "
+                "loss.backward(); or loss.backward(), read parameter.grad, and drop all with optimizer.zero_grad()."
+            )
 
 
 def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
     call = UnitCall(unit, runner, arguments)
-    outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
+    weights = () if runner.is_engine_call else unit.stand_ins  # a script's backward has any inputs
+    anchor = runner.anchor if unit.trainable else None
+    outputs = UnitFunction.apply(call, anchor, len(weights), *arguments.tensors, *weights)
     # Two ways back: autograd returns tensors alone, so the tree around them comes as `call.result`.
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
     # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.

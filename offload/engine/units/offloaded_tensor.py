@@ -290,7 +290,9 @@ def make_placeholder(
     placeholder.functions = functions or {}
     if info.trainable:
         placeholder.requires_grad_()
-        past_subclasses(placeholder.register_hook, lambda _: holder.refuse(info, "gradient"))
+        # None comes from the edge of a unit to its weights.
+        refuse = partial(holder.refuse, info, "gradient")
+        past_subclasses(placeholder.register_hook, lambda gradient: None if gradient is None else refuse())
     return cast(nn.Parameter, placeholder)
 
 

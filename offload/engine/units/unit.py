@@ -122,6 +122,11 @@ class Unit:
 
     # -- the module's parameters -----------------------------------------------------------------------------
 
+    @functools.cached_property
+    def stand_ins(self) -> tuple[OffloadedTensor, ...]:
+        """Stand-ins for parameters in the module. Units inside it count too."""
+        return tuple(p for p in self.module.parameters() if isinstance(p, OffloadedTensor) and p.is_placeholder)
+
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
         """Put Parameters (keyed by model index) into the module."""
         self._installed = parameters

@@ -325,7 +325,7 @@ class Dispatch:
             raise _refuse(f"block {unit.name} takes no part in the backward")
         call = _RemoteCall(self, unit, arguments)
         target: Any = call
-        outputs = UnitFunction.apply(target, runner.anchor if unit.trainable else None, *arguments.tensors)
+        outputs = UnitFunction.apply(target, runner.anchor if unit.trainable else None, 0, *arguments.tensors)
         result, call.result = call.result, None
         arguments.tensors.clear()
         assert result is not None
