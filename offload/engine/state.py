@@ -89,7 +89,8 @@ class EngineState:
         self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
-        self.has_room_for_sums: bool | None = False  # None: an interrupt came during the change
+        self.accumulated: frozenset[int] | None = frozenset()
+        # Indices of the regions with room for gradient sums on the host. None: an interrupt came during the change.
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged_regions = [] if not has_staging else [r for r in regions if not waits_on_disk(r, plan.residence)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
@@ -134,7 +135,7 @@ class EngineState:
             counters=counters,
         )
         if keeps_gradients:
-            self.store.hold_gradients(accumulates=False)
+            self.store.hold_gradients()
         slot = plan.of(DEVICE, SLOT)
         self.deferred_updates = DeferredUpdates()
         self.slots = Slots(
@@ -147,7 +148,7 @@ class EngineState:
         self.gradients = GradientFlow(
             self.store,
             settings,
-            self._stage(self._staged_regions),
+            self._stage(frozenset()),
             {name: plan.of(DEVICE, name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
             Measures(self.store),
         )
@@ -299,28 +300,28 @@ class EngineState:
             if not unit.resident:
                 unit.forget_live()
 
-    def accumulate(self, accumulates: bool = True) -> None:
-        """Make room for gradient sums over several backward passes, or with False return to one pass, between two
-        steps. The return makes a step independent from earlier steps.
-        """
-        self.has_room_for_sums = None
-        if accumulates and any(waits_on_disk(region, self.plan.residence) for region in self.regions):
-            warn(
-                "gradients summed over several backward passes are stored in host memory, in fp32, although "
-                "offload.gradients is nvme."
-            )
-        self.lanes.drain_updates()  # they read memory about to be freed
-        self.store.hold_gradients(accumulates, keeps_gradients=self._keeps_gradients)
-        self.gradients.accumulate(
-            accumulates, self._stage(self.regions if accumulates else self._staged_regions, accumulates=accumulates)
-        )
-        self.has_room_for_sums = accumulates
+    def accumulate(self, indices: frozenset[int]) -> None:
+        """Make room for gradient sums of the regions with these indices, and of no others, between two steps.
 
-    def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
-        """Return memory on the tier of the states, for these regions' gradients on their way to the update."""
-        neighbours = 2 if self.lanes.overlap else 1
-        splits = self._splits or self.plan.sums_gradients_on_host
-        num_bytes = staging_bytes(regions, neighbours, self.plan.residence.sharding, accumulates, splits)
+        The room of an earlier step is given back, so a step does not depend on earlier steps.
+        """
+        self.accumulated = None
+        if any(region.index in indices and waits_on_disk(region, self.plan.residence) for region in self.regions):
+            warn("gradients with several contributions are summed in host memory, in fp32: offload.gradients is nvme.")
+        self.lanes.drain_updates()  # they read memory about to be freed
+        self.store.hold_gradients(indices, keeps_gradients=self._keeps_gradients)
+        self.gradients.accumulate(indices, self._stage(indices))
+        self.accumulated = indices
+
+    def _stage(self, accumulated: frozenset[int]) -> torch.Tensor:
+        """Return memory on the tier of the states, for gradients on their way to the sums or to the update."""
+        neighbours, sharding = 2 if self.lanes.overlap else 1, self.plan.residence.sharding
+        if accumulated:
+            regions = [region for region in self.regions if region.index in accumulated]
+            is_wide = self._splits or bool(self.plan.summed)
+            num_bytes = staging_bytes(regions, neighbours, sharding, accumulates=True, splits=is_wide)
+        else:
+            num_bytes = staging_bytes(self._staged_regions, neighbours, sharding, splits=self._splits)
         return self.store.stage("gradient staging", num_bytes)
 
     def end_lanes(self) -> None:

@@ -22,6 +22,8 @@ from offload.tiers.placement import TIERS
 BUDGETS = {tier: f"offload.{field}" for tier, field in TIERS.items()}
 """Config key of the budget for each tier."""
 _DISK_RINGS = f"{DISK} "
+_SUMMED_PART = 1 << 23
+"""Elements staged at once for a gradient sum: 32 MiB in fp32. The gradient of a large layer needs no more."""
 """Begin of the names of disk rings."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
@@ -85,12 +87,14 @@ class UnitPlan:
         return [tuple(record) for _, record in groupby(self.regions, key=lambda region: region.units)]
 
 
-def sums_gradients_on_host(units: Iterable[UnitPlan], passes: int) -> bool:
-    """Return True if gradients accumulate on the host in fp32.
+def summed_regions(regions: Iterable[Region], units: Iterable[UnitPlan], passes: int) -> frozenset[int]:
+    """Return the indices of the regions whose gradients accumulate on the host in fp32.
 
-    This is the case over several passes, and if several layers share a trainable weight cut into row blocks.
+    These are all trainable regions over several passes. In one pass these are the row blocks of weights that several
+    layers share: gradients of a block arrive in the backward of each layer.
     """
-    return passes > 1 or any(unit.num_layers > 1 and any(region.trainable for region in unit.regions) for unit in units)
+    shared = (region for unit in units if unit.num_layers > 1 for region in unit.regions)
+    return frozenset(region.index for region in (regions if passes > 1 else shared) if region.trainable)
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
@@ -123,8 +127,22 @@ def staging_bytes(
     """
     wide = accumulates and (splits or sharding.size > 1)
     own = sharding.size if accumulates and sharding.size > 1 else sharding.num_ranges
-    sizes = [(4 if wide else r.plane("gradients").dtype.itemsize) * r.numel // own for r in regions if r.trainable]
+    sizes = []
+    for region in regions:
+        if not region.trainable:
+            continue
+        itemsize = 4 if wide else region.plane("gradients").dtype.itemsize
+        numel = region.numel // own
+        if accumulates:
+            sizes += [itemsize * (part.stop - part.start) for part in summed_parts(numel)]
+        else:
+            sizes.append(itemsize * numel)
     return window_bytes(sizes, stagings)
+
+
+def summed_parts(numel: int) -> list[slice]:
+    """Return the parts of a gradient, in elements, that are staged and added to a sum one after the other."""
+    return [slice(start, min(start + _SUMMED_PART, numel)) for start in range(0, numel, _SUMMED_PART)]
 
 
 def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> int:
@@ -206,17 +224,19 @@ def plan_memory(
     """
     common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
-    sums_on_host = sums_gradients_on_host(units, passes)
+    on_host = summed_regions(regions, units, passes)
+    waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
     for region in regions:
         if region.index in in_files:
             continue
-        if sums_on_host and region.trainable:
+        if region.index in on_host:
             plane = region.plane("gradients")
             key = common, plane.label
             totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
         for plane in region.planes:
             tier = residence.tier(region, plane)
-            if plane.state == "gradients" and tier != DISK and (sums_on_host or not keeps_gradients):
+            has_no_plane = region.index in on_host or not waits_for_norm
+            if plane.state == "gradients" and tier != DISK and has_no_plane:
                 continue
             key = tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, plane)
@@ -224,11 +244,13 @@ def plan_memory(
             key = common, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
-    if (sums_on_host or not keeps_gradients) and not num_directions:
-        staged = [region for region in regions if sums_on_host or not waits_on_disk(region, residence)]
-        plan.append(
-            Allocation(common, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits or sums_on_host))
-        )
+    if (on_host or not keeps_gradients) and not num_directions:
+        if on_host:
+            staged = [region for region in regions if region.index in on_host]
+        else:
+            staged = [region for region in regions if not waits_on_disk(region, residence)]
+        size = staging_bytes(staged, stagings, sharding, accumulates=bool(on_host), splits=splits or bool(on_host))
+        plan.append(Allocation(common, STAGING, size))
     plan += [Allocation(HOST, name, size) for name, size in (rings or {}).items()]
     plan.append(Allocation(HOST, READ_RING, read_ring(residence, regions)))
     plan.append(Allocation(HOST, READ_STAGING, residence.file_staging_bytes))

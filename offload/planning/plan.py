@@ -37,7 +37,7 @@ from offload.planning.memory import (
     resident_regions,
     slot_bytes,
     staging_bytes,
-    sums_gradients_on_host,
+    summed_regions,
     waits_on_disk,
 )
 from offload.planning.settings import Settings
@@ -73,8 +73,8 @@ class Plan:
     """Planned allocations."""
     unlimited_allocations: list[Allocation]
     """Allocations with unlimited memory."""
-    sums_gradients_on_host: bool
-    """True if gradients accumulate on the host, see `sums_gradients_on_host` in `planning/memory.py`."""
+    summed: frozenset[int]
+    """Indices of the regions whose gradients accumulate on the host, see `summed_regions` in `planning/memory.py`."""
 
     @property
     def corrects_cheaply(self) -> bool:
@@ -459,7 +459,7 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             left = min(left, request.free.host_bytes) + request.free.model_bytes
             left = max(0, left - bytes_on(HOST, allocations))
         device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
-    on_host = sums_gradients_on_host(request.units, request.settings.passes)
+    on_host = summed_regions(request.regions, request.units, request.settings.passes)
     device_limits = device_bytes, full_device_bytes
     plan = Plan(residence, rings, overlap, update, ahead, *device_limits, allocations, unlimited, on_host)
     if num_sharing is not None:

@@ -5,7 +5,7 @@ A plane is a flat tensor over a region (`offload.layout.planes`). Each rank hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -114,14 +114,16 @@ class Store:
             tiles.append(Tile(begin, end, tile_planes, record, region.travelling.cut(slice(begin, end))))
         return tiles
 
-    def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
-        """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
-        weight dtype. No planes for gradients that do not wait in memory.
+    def hold_gradients(self, accumulated: Collection[int] = (), *, keeps_gradients: bool = True) -> None:
+        """Allocate gradient planes: fp32 for the regions with indices in `accumulated`, to sum several contributions.
+
+        The others have planes in the weight dtype, if their gradients wait in memory (always if there are sums).
         """
+        waits = keeps_gradients or bool(accumulated)
         trained = [state for state in self.states.values() if state.region.trainable]
-        holders = [s for s in trained if accumulates or (keeps_gradients and not s.has_room_on_disk)]
+        holders = [s for s in trained if s.region.index in accumulated or (waits and not s.has_room_on_disk)]
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
-        if current == {state.region: accumulates for state in holders}:
+        if current == {state.region: state.region.index in accumulated for state in holders}:
             return
         for state in trained:
             state.gradients = state.sums = None
@@ -129,15 +131,15 @@ class Store:
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         planes = {state.region: state.region.plane("gradients") for state in holders}
-        if accumulates:
-            planes = {region: summed(plane) for region, plane in planes.items()}
+        planes |= {region: summed(plane) for region, plane in planes.items() if region.index in accumulated}
         entries = [(region, plane, self.sharding.plane_bytes(region, plane)) for region, plane in planes.items()]
         for (region, _), flat in self._take("gradients", entries, self.residence.common).items():
             start = self.sharding.held_range(region, planes[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
             self.states[region].gradients = flat[own.start - start : own.stop - start]
-            self.states[region].sums = flat[shard.start - start : shard.stop - start] if accumulates else None
+            if region.index in accumulated:
+                self.states[region].sums = flat[shard.start - start : shard.stop - start]
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""

@@ -18,6 +18,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks
+from offload.planning import memory
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, gpt2, llama
@@ -247,6 +248,28 @@ class ByProduct(nn.Module):
             hidden = hidden + layer(hidden).tanh()
         scores = hidden @ self.table.weight.T
         return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.filterwarnings("ignore:gradients with several contributions")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_only_gradients_of_shared_blocks_are_summed_on_the_host(
+    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others wait on disk, in the weight dtype. A sum made in parts has the bits of one made at once."""
+    weights_of = []
+    for part in (1 << 23, 1000):
+        monkeypatch.setattr(memory, "_SUMMED_PART", part)
+        places: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
+        placement = Placement(device_memory=LAYER_BYTES // 4, nvme_dir=tmp_path, **places)
+        torch.manual_seed(0)
+        with Engine(tied(), AdamW(lr=1e-2), placement, precision=precision) as engine:
+            for batch in batches(2):
+                engine.step(batch)
+            host = parts_of(engine).host.allocations
+            assert host["gradients"] == LAYER_BYTES
+            assert host["gradient staging"] <= 2 * min(4 * part, LAYER_BYTES // 2)
+            weights_of.append(weights(engine))
+    assert_same(*weights_of)
 
 
 def test_a_weight_that_is_read_otherwise_is_refused() -> None:

@@ -145,7 +145,7 @@ def test_a_search_ends_after_a_number_of_forecasts_and_tells_no_result_then(most
 def test_a_larger_device_budget_is_a_change_for_the_host() -> None:
     """A small one cuts the tied embedding into rows, and its gradients are then summed on the host."""
     on_disk = {**ON_DISK, "offload.nvme_dir": ["/disk"], "train.precision": "bf16", "train.micro_batch_size": 1}
-    forecaster, initial = misfit(**on_disk, **{"offload.device_memory": "1700KiB", "offload.host_memory": "5MiB"})
+    forecaster, initial = misfit(**on_disk, **{"offload.device_memory": "1700KiB", "offload.host_memory": "1200KiB"})
     assert initial.memory.shortfalls.keys() == {"cpu"}
     change = alternatives._larger_budgets(forecaster, initial)
     assert change.keys() == {"offload.device_memory"}

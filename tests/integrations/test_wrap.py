@@ -115,7 +115,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:gradients summed over several backward passes are stored in host memory")
+@pytest.mark.filterwarnings("ignore:gradients with several contributions are summed in host memory")
 @matrix(strength=1, make=[adamw, adam, sgd], place=list(PLACES))
 def test_a_plain_loop_has_the_bits_of_the_loop_without_wrap(
     make: Callable[..., Any], place: str, tmp_path: Path

@@ -93,7 +93,7 @@ def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
     def closed(self: GradientFlow, regions: Any) -> None:
         close(self, regions)
         for region in regions:
-            early = region in self._lasting and region.index not in self.transfer._sent and not self.accumulates
+            early = region in self._lasting and region.index not in self.transfer._sent and not self.accumulates(region)
             if early and any(self.measures.touched[region.index]):
                 lasting = self._lasting[region].clone()
                 self.transfer.send(region, lasting, Fence("accumulated gradients"), is_final=True)
@@ -101,7 +101,7 @@ def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
     def landed_rest(self: GradientFlow) -> None:
         kept = dict(self._lasting)
         for region in kept:
-            if region.index in self.transfer._sent and not self.accumulates:
+            if region.index in self.transfer._sent and not self.accumulates(region):
                 self._lasting.pop(region)
         rest(self)
         self._lasting = kept

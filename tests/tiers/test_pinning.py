@@ -191,8 +191,8 @@ def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) ->
     store = Store(regions, infos, device=device, host=Ledger("cpu"), lanes=lanes)
     states = dict(driver.ranges)
     assert len(states) > 1, "above the largest registration"
-    for accumulates in (False, True, False):
-        store.hold_gradients(accumulates=accumulates)
+    for accumulated in ([], [region.index for region in regions], []):
+        store.hold_gradients(accumulated)
         assert states.items() <= driver.ranges.items()
         assert store.pinned_bytes == sum(driver.ranges.values())
         copy_all(store, device)

@@ -161,9 +161,9 @@ def test_the_ledgers_know_every_byte_of_the_states(tier, precision):
     numel = sum(region.numel for region in bench.regions)
     ledger = bench.host if tier == "cpu" else bench.device.ledger
     assert ledger.current_bytes == 12 * numel
-    bench.store.hold_gradients(accumulates=False)
+    bench.store.hold_gradients()
     assert ledger.allocations["gradients"] == numel * (4 if precision == "fp32" else 2)
-    bench.store.hold_gradients(accumulates=True)
+    bench.store.hold_gradients([region.index for region in bench.store.states])
     assert ledger.allocations["gradients"] == 4 * numel
-    bench.store.hold_gradients(accumulates=True)
+    bench.store.hold_gradients([region.index for region in bench.store.states])
     assert ledger.allocations["gradients"] == 4 * numel

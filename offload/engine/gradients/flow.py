@@ -8,7 +8,7 @@ weights) is summed in an fp32 device buffer and is copied when the backward ends
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -106,10 +106,10 @@ class GradientFlow:
         self.begin_step()
         self.are_complete = True
 
-    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
+    def accumulate(self, indices: Collection[int], staging: torch.Tensor) -> None:
+        """Sum the contributions to the regions with these indices, and no others, in the store's fp32 planes."""
         self._end_lasting()
-        self.transfer.accumulate(accumulates, staging)
+        self.transfer.accumulate(indices, staging)
         for flat in self._idle.values():
             self._device.ledger.release("accumulated gradients", flat.nbytes)
         self._idle.clear()
@@ -123,9 +123,13 @@ class GradientFlow:
         self._lasting_so_far.clear()
 
     @property
-    def accumulates(self) -> bool:
-        """True if gradients are summed over several backward passes."""
-        return self.transfer.accumulates
+    def has_sums(self) -> bool:
+        """True if the gradients of some regions are summed in the store, so they are complete only at the end."""
+        return bool(self.transfer.accumulated)
+
+    def accumulates(self, region: Region) -> bool:
+        """Return whether the gradients of a region are summed in the store."""
+        return region.index in self.transfer.accumulated
 
     def lasts(self, region: Region) -> bool:
         """Return whether gradients of a region stay on the device until the whole backward pass has ended."""
@@ -183,7 +187,7 @@ class GradientFlow:
         self._lay_out(passing, stretch)
         for region in passing:
             flat = self._open[region][0]
-            if self.accumulates:  # a parameter without a gradient in this pass adds nothing
+            if self.accumulates(region):  # a parameter without a gradient in this pass adds nothing
                 flat.zero_()
             for span in self._ragged[region]:  # padding must stay zero, but held another unit's gradients
                 flat[span].zero_()
@@ -264,7 +268,7 @@ class GradientFlow:
         touched = self.measures.touched[region.index]
         lasts = region in self._lasting
         # The gradient may be one of several to be added, on this rank or over ranks.
-        is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
+        is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates(region) or self.measures.has_peers
         flat = self._lasting[region] if lasts else self._open[region][0]
         if touched[position]:
             self.measures.record_square(piece, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from offload.errors import OffloadError
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER
+from offload.planning.memory import BUFFER, summed_parts
 from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
@@ -149,7 +149,8 @@ class GradientTransfer:
 
     def __init__(self, store: Store, measures: Measures, exchange: Exchange, staging: torch.Tensor) -> None:
         self._store, self._measures, self._exchange = store, measures, exchange
-        self.accumulates = False
+        self.accumulated: Collection[int] = ()
+        """Indices of the regions whose contributions are summed in the store's fp32 planes."""
         self.policy = UpdatePolicy()
         self._staging = Ring(staging, "gradient staging")
         self._sent: set[int] = set()
@@ -160,13 +161,14 @@ class GradientTransfer:
         self._exchange.begin_step()
         self._staging.reset()
 
-    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
-        self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
+    def accumulate(self, indices: Collection[int], staging: torch.Tensor) -> None:
+        """Sum the contributions to the regions with these indices, and no others, in the store's fp32 planes."""
+        self.accumulated = indices
+        self._staging = Ring(staging, "gradient staging")
 
     def sum_so_far(self, region: Region) -> torch.Tensor | None:
         """Return this rank's gradient sum of a region in this step; None: no gradients yet."""
-        if not self.accumulates or region.index not in self._sent:
+        if region.index not in self.accumulated or region.index not in self._sent:
             return None
         self._store.lanes.wait(self._exchange.tickets)
         return self._store.states[region].sums
@@ -181,7 +183,7 @@ class GradientTransfer:
         Afterwards the measures and planes are final. This is the only host wait in a step.
         """
         self._store.lanes.wait(self._exchange.tickets)
-        if self.accumulates:
+        if self.accumulated:
             for state in self._store.states.values():
                 if state.sums is not None and state.region.index in self._sent:
                     self._exchange.finish_sum(state, state.sums)
@@ -199,7 +201,7 @@ class GradientTransfer:
             for position, has in enumerate(self._measures.touched[region.index]):
                 if not has:  # on this rank; another rank may have one
                     flat[self._store.states[region].span(position)].zero_()
-        if self.accumulates:
+        if region.index in self.accumulated:
             self._add(region, flat, source, is_final)
             return
         if region.index in self._sent:
@@ -259,22 +261,26 @@ class GradientTransfer:
         if is_final:  # already summed over the whole step
             fence.record_writer(self._exchange.copy(gradients, plane, fence.before_fill()))
             return
-        # Sums over micro-batches or ranks are rounded once, after all passes.
+        for part in summed_parts(len(gradients.flat)):
+            self._add_part(gradients._replace(flat=gradients.flat[part]), plane[part], fence, first)
+
+    def _add_part(self, gradients: Gradients, total: torch.Tensor, fence: Fence, first: bool) -> None:
+        """Add a part of a region's gradients to the same part of the sum. Sums are rounded once, after all passes."""
         staged, stretch = self._take_staging(len(gradients.flat), gradients.flat.dtype)
         stretch.fence.record_writer(self._exchange.copy(gradients, staged, stretch.users))
 
         def add() -> None:
             if first:
-                plane.copy_(staged)
+                total.copy_(staged)
             else:
-                kernels.accumulate(plane, staged)
+                kernels.accumulate(total, staged)
 
         ticket = self._store.update_lane.submit(
             add,
             reads=stretch.fence.before_read(),
             users=fence.before_fill(),
-            name=f"add {region.name}",
-            num_bytes=staged.nbytes + (1 if first else 2) * plane.nbytes,
+            name=f"add {gradients.region.name}",
+            num_bytes=staged.nbytes + (1 if first else 2) * total.nbytes,
         )
         stretch.fence.record_reader(ticket)
         stretch.close()

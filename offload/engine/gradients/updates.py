@@ -82,7 +82,7 @@ class Updates:
 
         `begin_step` receives the current backward as `for_norm` or `norm`.
         """
-        return self._measures_norm and not self._flow.accumulates
+        return self._measures_norm and not self._flow.has_sums
 
     @property
     def is_immediate(self) -> bool:

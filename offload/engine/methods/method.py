@@ -147,17 +147,20 @@ class Backward(Method):
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
         copies_per_micro_batch = self._losses.is_called_per_micro_batch or self._streams_experts
-        self.make_room(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
+        several_copies = self._splits and copies_per_micro_batch
+        self.make_room(None if several_copies else self._state.plan.summed)
         if self._state.updates.measures_first:
             return self._step_in_two_passes(inputs)
         self.begin(inputs.plan.schedule_key)
         loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
 
-    def make_room(self, accumulates: bool = True) -> None:
-        """Make room for gradient sums over several backward passes, or return to one pass."""
-        if self._state.has_room_for_sums is not accumulates:
-            self._state.accumulate(accumulates)
+    def make_room(self, indices: frozenset[int] | None = None) -> None:
+        """Make room for the gradient sums of these regions (None: of all, for several backward passes)."""
+        if indices is None:
+            indices = frozenset(region.index for region in self._state.regions if region.trainable)
+        if self._state.accumulated != indices:
+            self._state.accumulate(indices)
 
     def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
         return [self._losses.total(inputs, chunk_tokens, runs_backward=True)]
@@ -192,7 +195,7 @@ class Backward(Method):
         self, schedule_key: Hashable, sums_backwards: bool = False, for_norm: bool = False, norm: float | None = None
     ) -> None:
         state = self._state
-        after_norm = sums_backwards or state.gradients.accumulates
+        after_norm = sums_backwards or state.gradients.has_sums
         state.runner.begin_step()
         state.updates.begin_step(self.lr, after_norm, state.runner.step_number, for_norm=for_norm, norm=norm)
         state.executor.begin(schedule_key, fetches_next=state.updates.is_immediate)

@@ -121,9 +121,10 @@ class UnitRunner:
             )
         self._current_unit = unit
         try:
-            if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
+            if self._uses.get(unit.name, 0) > 1:
                 for region in unit.regions:
-                    self.gradients.make_lasting(region, for_good=False)
+                    if not self.gradients.accumulates(region):
+                        self.gradients.make_lasting(region, for_good=False)
             self._ahead.enter()
             self._executor.enter(unit.regions, backward, reads)
             if backward:

@@ -290,8 +290,9 @@ class SimulatedEngine:
             comm=SimulatedRanks(plan.residence.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
-        if settings.keeps_gradients or plan.accumulates:
-            self._store.hold_gradients(accumulates=plan.accumulates)
+        summed = [region.index for region in plan.regions if region.trainable and plan.accumulates]
+        if settings.keeps_gradients or summed:
+            self._store.hold_gradients(summed)
         deferred = DeferredUpdates()
         self._slots = Slots(self._store, deferred, slot_bytes=plan.capacity_bytes, slot_name="slots")
         limit = settings.max_grad_norm or 1.0
@@ -303,8 +304,8 @@ class SimulatedEngine:
             {BUFFER: plan.buffer_bytes, SHARDS: plan.shard_bytes, SCRATCH: 0},
             _SimulatedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0),
         )
-        if plan.accumulates:
-            flow.accumulate(True, staging)
+        if summed:
+            flow.accumulate(summed, staging)
         for region in plan.regions:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
@@ -383,7 +384,7 @@ class SimulatedEngine:
     def _begin_pass(self, for_norm: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
         self._flow.sums_in_fp32 = self._plan.wide
-        self._updates.begin_step(0.0, self._flow.accumulates, self._number, for_norm=for_norm, norm=norm)
+        self._updates.begin_step(0.0, self._flow.has_sums, self._number, for_norm=for_norm, norm=norm)
         self._executor.begin("step", fetches_next=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
