@@ -34,6 +34,6 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for module, own in before.items():
             if own is None:
-                del module.forward
+                module.__dict__.pop("forward", None)  # a snapshot from before the context may have removed it
             else:
                 module.forward = own

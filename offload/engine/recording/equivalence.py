@@ -123,13 +123,17 @@ class NoDropoutMode(TorchFunctionMode):
 
 
 @contextmanager
-def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Snapshot]:
+def isolated(
+    state: EngineState, roots: Mapping[str, Any] = MappingProxyType({}), snapshot: Snapshot | None = None
+) -> Iterator[Snapshot]:
     """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
-    Restores all state afterwards, also grad mode and resident weights changed by model code.
+    Restores all state afterwards, also grad mode and resident weights changed by model code. `snapshot`: the snapshot
+    of a surrounding context, for the next of several runs from the same state; a new one takes longer than the rest.
     """
-    roots = {"": state.model, **roots}
-    snapshot = Snapshot(state.device, state.runner.is_weight, roots=roots, settle=state.settle)
+    if snapshot is None:
+        roots = {"": state.model, **roots}
+        snapshot = Snapshot(state.device, state.runner.is_weight, roots=roots, settle=state.settle)
     versions = state.slots.versions()
     try:
         with (

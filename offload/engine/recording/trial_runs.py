@@ -32,6 +32,7 @@ from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
@@ -172,8 +173,10 @@ class TrialRuns:
     def _try_loss(
         self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, has_full_length: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
+        shared: Snapshot | None = None
+
         def run(inputs: Batch, **extra: Any) -> Any:
-            with isolated(self._state, self._roots):  # each run starts from the same state
+            with isolated(self._state, self._roots, shared):  # each run starts from the same state
                 return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
         loss = as_loss(loss_fn)
@@ -184,18 +187,20 @@ class TrialRuns:
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
 
         def probe_with(has_graph: bool) -> tuple[LossRule | None, ChunkedHead | None]:
-            head = None
+            nonlocal shared
+            head = shared = None
             # Dropout would blur the comparisons.
             with isolated(self._state, self._roots), in_eval_mode(self._model), torch.set_grad_enabled(has_graph):
                 # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
                 # enough, as slow as a normal run: reads do not depend on the labels.
                 trials = LabelTrials(self._model, run, self._recorded_losses)
                 self._run_until_settled(lambda _: trials.learn(probe))
-                rule = probe_loss(self._model, probe, trials, loss_fn)
-                if rule is not None and self._may_cut_rows and not form.is_whole:
-                    rule = self._find_weights(probe, rule, trials, form, loss_fn)
-                if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                    head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
+                with isolated(self._state, self._roots) as shared:
+                    rule = probe_loss(self._model, probe, trials, loss_fn)
+                    if rule is not None and self._may_cut_rows and not form.is_whole:
+                        rule = self._find_weights(probe, rule, trials, form, loss_fn)
+                    if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
+                        head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
             return rule, head
 
         try:
