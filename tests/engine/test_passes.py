@@ -252,6 +252,24 @@ def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 
 
+def test_weights_of_tokens_that_begin_later_are_found() -> None:
+    """Weights beside the labels are equal in the first batch. Break: record no constant values of text for the loss."""
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        weights = batch["weights"][:, 1:]
+        return (each(outputs.logits, batch["labels"]) * weights).sum() / weights.sum()
+
+    reference = Reference(build(llama), max_grad_norm=None)
+    with Engine(build(llama), max_grad_norm=None, passes=2) as engine:
+        for seed in range(2):
+            batch = {**tokens(seed, 2), "weights": torch.ones(tokens(seed, 2)["labels"].shape)}
+            batch["weights"][0] -= 0.8 * seed
+            loss, norm = reference.step(batch, loss_fn)
+            with pytest.warns(UserWarning, match="give different results") if seed else nullcontext():
+                result = engine.step(batch, loss_fn)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+
+
 def test_graphs_of_the_caller_end_after_the_last_pass() -> None:
     found = []
     for passes in (1, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,8 +123,12 @@ class TrialRuns:
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
             self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
-            if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
-                self.known.constant_keys[kind] = constant_keys
+            if len(constant_keys) < len(form.axes):
+                if not self._may_cut_rows:
+                    constant_keys = set()
+                elif is_text:  # weights of tokens for the loss alone: equal in all rows, they fit any parts
+                    constant_keys -= {*inspect.signature(self._model.forward).parameters, "labels"}
+            self.known.constant_keys[kind] = constant_keys
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
