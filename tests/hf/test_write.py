@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_load
 from offload.app.hf.models import folder_config
 from offload.app.hf.names import CannotStream
 from offload.app.hf.tensor_writer import TensorFileWriter
-from offload.app.hf.write import write_model
+from offload.app.hf.write import export_folder, write_model
 from offload.errors import ConfigError, DiskError, OffloadError
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
 from tests.hf.test_read import assert_read, make_large, peak_of
@@ -364,3 +365,16 @@ def test_a_model_with_code_of_its_own_is_written_with_it(tmp_path: Path, monkeyp
         ConfigError, match=r"its own Python code \(auto_map\), which commands never run.*OffloadTrainer"
     ):
         folder_config(given)
+
+
+def test_a_full_disk_under_a_library_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """PEFT writes adapters with safetensors, whose own error has the number in its text."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DiskError, match=r"out cannot be written: File too large \(EFBIG\)"):  # noqa: SIM117
+            with export_folder(tmp_path / "out", replace=False) as temporary:
+                save_file({"weight": torch.ones(4000)}, temporary / "adapter_model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -346,11 +346,12 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
                 warn(f"{folder} held {user_names[0]}, which no export has, and was renamed to {backup}.")
             else:
                 shutil.rmtree(previous)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OffloadError):
+        in_text = re.search(r"os error (\d+)", str(error))  # safetensors names the number in its text only
+        if isinstance(error, OffloadError) or not (isinstance(error, OSError) or in_text):
             raise
-        code = error.errno or 0
+        code = int(in_text[1]) if in_text else getattr(error, "errno", 0) or 0
         raise DiskError(f"{folder} cannot be written: {errno_text(code)}.", code, folder) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
