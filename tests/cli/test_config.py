@@ -270,6 +270,20 @@ class TestResumed:
         with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run of there"):
             Config.load(None, {key: value}).resumed(saved, "there")
 
+    def test_the_same_files_may_be_named_in_another_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Break: compare the names alone."""
+        for name in ("a.txt", "b.txt"):
+            (tmp_path / name).write_text("text")
+        (tmp_path / "link.txt").symlink_to("a.txt")
+        monkeypatch.chdir(tmp_path)
+        was = Config.load(None, {"data.source": ["a.txt", "b.txt"]}).resolve(has_accelerator=False, max_positions=None)
+        for names in ([str(tmp_path / "a.txt"), "./b.txt"], ["link.txt", "b.txt"]):
+            now = Config.load(None, {"data.source": names}).resumed(was.to_dict(), "there")
+            assert now.data.source == tuple(names)
+        for names in (["a.txt"], ["b.txt", "a.txt"]):
+            with pytest.raises(ConfigError, match=r"data.source is .* and was"):
+                Config.load(None, {"data.source": names}).resumed(was.to_dict(), "there")
+
     def test_epochs_are_counted_anew(self) -> None:
         saved = Config(train={"epochs": 1}).with_resolved(train__steps=10).to_dict()
         now = Config(train={"epochs": 3}).resumed(saved, "there").resolve_steps(lambda epochs: int(10 * epochs))

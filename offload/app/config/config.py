@@ -223,7 +223,7 @@ class Config(BaseModel):
             if is_set and is_fixed and is_open:
                 is_set = False
             elif is_set and own != previous.get(key) and not (is_open or is_resolved_again or key in _PROCESS_KEYS):
-                is_refused = is_fixed and not _has_moved(key, previous.get(key))
+                is_refused = is_fixed and not _may_be_the_same(key, own, previous.get(key))
                 (changed if is_refused else copy._changes).append(
                     f"{key} is {_show(own)} and was {_show(previous.get(key))}"
                 )
@@ -438,15 +438,24 @@ def _names_in(value: Any) -> list[str]:
     return [each if isinstance(each, str) else each["path"] for each in value]
 
 
-def _has_moved(key: str, value: Any) -> bool:
-    """Tell whether the files named by a setting are gone. The new name may then mean the same files in another place.
+def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
+    """Tell whether two names may mean the same files: in another spelling, or because the files are gone from there.
 
     Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
     """
-    if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not value:
+    is_path = key in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source")
+    if not is_path or not previous:
         return False
-    paths = [str(Path(name).expanduser()) for name in _names_in(value)]
-    return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
+    paths = [str(Path(name).expanduser()) for name in _names_in(previous)]
+    has_moved = not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
+    return has_moved or _spelled_out(own) == _spelled_out(previous)
+
+
+def _spelled_out(value: Any) -> list[Any]:
+    """Return sources with absolute paths, without links."""
+    names = [str(Path(name).expanduser().resolve()) for name in _names_in(value)]
+    sources = [{} if isinstance(each, str) else each for each in ([value] if isinstance(value, str) else value)]
+    return [{**source, "path": name} for source, name in zip(sources, names, strict=True)]
 
 
 def _is_one_of(key: str, names: Iterable[str]) -> bool:
