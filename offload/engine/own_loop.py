@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +29,7 @@ class OwnLoop:
         self.is_open = False  # a step has begun
         self._limit: float | None = None
         """Norm to which the next update clips, from `clip`; infinite: no (further) clipping."""
+        self._norm: float | None = None  # before the first `clip` of the step
         self._lent = LentGradients(state)
         cuts = ("micro_batch_size", settings.micro_batch_size, None), ("passes", settings.passes, 1)
         self._unused = " and ".join(f"{name} {value}" for name, value, default in cuts if value != default)
@@ -56,7 +58,7 @@ class OwnLoop:
             agree_on_pass(self._state.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
         self._lent.mark_used(zeros, is_zero=True)
-        self._limit = None
+        self._limit = self._norm = None
 
     def refuse_during_step(self, operation: str) -> None:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
@@ -118,6 +120,7 @@ class OwnLoop:
         `update` clips, without a pass of its own over the gradients; a gradient that a script reads is clipped at once.
         """
         norm = self.grad_norm("clip_grad_norm")
+        self._norm = norm if self._norm is None else self._norm
         self._limit = min(max_norm, math.inf if self._limit is None else self._limit)
         if self._lent.has_lent:
             with self._recovery.working():
@@ -163,6 +166,8 @@ class OwnLoop:
             self._lent.measure_changed()
             self._lent.add_zeros()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
+            if self._norm is not None:  # a script may have read or changed clipped gradients
+                result = replace(result, grad_norm=self._norm)
             self.forget()
             self._steps.foreign_writes.note()
             if until_zero_grad:
@@ -173,7 +178,7 @@ class OwnLoop:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
         self.is_open = False
-        self._limit = None
+        self._limit = self._norm = None
         self._entries.forget()
         self._lent.forget()
 

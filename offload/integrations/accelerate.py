@@ -133,9 +133,10 @@ class OffloadAccelerator(Accelerator):
         return own.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        if self.engine is not None:
+        if self.engine is not None and self.engine.world_size > 1:
             raise ConfigError(
-                "clip_grad_value_ is not supported, because an engine clips to a norm: call clip_grad_norm_."
+                f"clip_grad_value_ was called over {self.engine.world_size} ranks, and no rank has whole gradients: "
+                "call clip_grad_norm_."
             )
         super().clip_grad_value_(parameters, clip_value)
 

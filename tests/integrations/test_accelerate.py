@@ -390,7 +390,6 @@ def test_what_cannot_be_prepared_is_refused(model: Any, optimizer: Any, how: dic
     ("use", "told"),
     [
         (lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, float("inf")), "norm_type=inf"),
-        (lambda a, m: a.clip_grad_value_(m.parameters(), 1.0), "clip_grad_value_"),
         (lambda a, m: a.clip_grad_norm_(m.lm_head.parameters(), 1.0), "an engine clips all 21 trainable parameters"),
         (lambda a, m: a.clip_grad_norm_(m.parameters(), 0.0), "an engine clips all 21 trainable parameters"),
         (lambda a, m: a.prepare(other := llama(), over_all(other)), "a single engine, for a single model"),

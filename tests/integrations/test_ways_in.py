@@ -506,6 +506,11 @@ def clipped_and_changed(way: Script) -> None:
         gradient.clamp_(-0.5 * CLIP, 0.1 * CLIP)
 
 
+def clip_by_value(way: Script) -> None:
+    accelerator = getattr(getattr(way, "trainer", way), "accelerator", None)
+    (accelerator or nn.utils).clip_grad_value_(way.model.parameters(), 0.1 * CLIP)
+
+
 def clipped_between(way: Script) -> None:
     """A clip, new memory for the gradients, and a clip to a smaller norm."""
     for p in way.model.parameters():
@@ -637,6 +642,7 @@ CASES: dict[str, Callable[[], Case]] = {
         between=lambda way: way.model.last.weight.register_post_accumulate_grad_hook(print)
     ),
     "clipped twice": lambda: edited(lambda way: [way.clip(2 * CLIP), way.clip()]),
+    "by value": lambda: edited(clip_by_value),
     "clipped and changed": lambda: edited(clipped_and_changed),
     "clipped between": lambda: edited(clipped_between),
     "not finite": lambda: Case(loss=lambda model, outputs, batch: own_loss(model, outputs, batch) * math.inf),

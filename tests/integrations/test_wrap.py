@@ -421,6 +421,19 @@ def test_the_optimizer_clips_where_plain_pytorch_cannot() -> None:
     assert_same(found[0], found[1], within=1e-6)
 
 
+def test_the_norm_of_a_result_is_that_before_the_clip() -> None:
+    """Also where a script reads or changes clipped gradients: a Trainer logs this norm."""
+    model = tiny()
+    ours, optimizer = offload.wrap(model, offload.SGD(lr=0.1, decay_1d=True))
+    ours(torch.ones(2, 4)).square().sum().backward()
+    norm = optimizer.clip_grad_norm_(ours.parameters(), 0.5)
+    clipped = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()])
+    torch._foreach_mul_([p.grad for p in ours.parameters()], 0.5)
+    optimizer.step()
+    assert float(clipped) == pytest.approx(0.5, rel=1e-5)
+    assert optimizer.result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+
+
 # -- settings of groups -----------------------------------------------------------------------------------------
 
 S = lr_scheduler
