@@ -226,9 +226,9 @@ class Steps:
             if (is_due or inputs.plan.has_claims) and self.known.claims is not None and not is_recorded:
                 if self._refutes(inputs):
                     inputs, is_recorded = self._record(inputs, departed), True
+                else:
+                    self.trial_runs.accept(inputs)
                 is_due = self._is_check_due(inputs, is_recorded)
-            if inputs.plan.has_claims:
-                self.known.settle(inputs.batch, inputs.loss_fn)
             if is_due or inputs.plan.has_other_values or departed is not None:
                 self.tell("comparing the engine with plain PyTorch")
                 self.equivalence.check(inputs, self._take_sample(inputs))

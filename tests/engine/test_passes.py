@@ -252,20 +252,31 @@ def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 
 
-def test_weights_of_tokens_that_begin_later_are_found() -> None:
-    """Weights beside the labels are equal in the first batch. Break: record no constant values of text for the loss."""
+@pytest.mark.parametrize("is_given", [False, True])
+def test_weights_of_tokens_that_begin_later_are_found(is_given: bool) -> None:
+    """Weights beside the labels are equal in the first batch. Break: record no constant values of text for the loss;
+    keep those of a given analysis.
+    """
+    uses = torch.tensor(1.0)  # no hash sees this number
 
     def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        weights = batch["weights"][:, 1:]
-        return (each(outputs.logits, batch["labels"]) * weights).sum() / weights.sum()
+        weights = batch["weights"][:, 1:].cpu() ** uses
+        return (each(outputs.logits, batch["labels"]) * weights.to(outputs.logits.device)).sum() / weights.sum()
 
+    even, uneven = ({**tokens(seed, 2), "weights": torch.ones(tokens(seed, 2)["labels"].shape)} for seed in range(2))
+    uneven["weights"][0] = 0.2
+    analysis = None
+    if is_given:
+        uses.zero_()
+        with Engine(build(llama), max_grad_norm=None, passes=2) as engine:
+            engine.step(uneven, loss_fn)
+            analysis = engine.analysis
+        uses.fill_(1.0)
     reference = Reference(build(llama), max_grad_norm=None)
-    with Engine(build(llama), max_grad_norm=None, passes=2) as engine:
-        for seed in range(2):
-            batch = {**tokens(seed, 2), "weights": torch.ones(tokens(seed, 2)["labels"].shape)}
-            batch["weights"][0] -= 0.8 * seed
+    with Engine(build(llama), max_grad_norm=None, passes=2, analysis=analysis) as engine:
+        for batch in (even, uneven):
             loss, norm = reference.step(batch, loss_fn)
-            with pytest.warns(UserWarning, match="give different results") if seed else nullcontext():
+            with nullcontext() if batch is even else pytest.warns(UserWarning, match="give different results"):
                 result = engine.step(batch, loss_fn)
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 

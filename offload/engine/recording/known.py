@@ -181,10 +181,6 @@ class KnownPasses:
             each.clear()
         self.claims = None
 
-    def settle(self, batch: Batch, loss_fn: LossFunction | None) -> None:
-        """Note that this kind of batch was checked, or recorded here."""
-        (self.claims or set()).discard(self.look_up(batch, loss_fn).kind)
-
     def is_claim(self, call: ModelCall) -> bool:
         """True if the recording of this call in the caller's own loop is from another engine, and not yet checked."""
         return self.signature_of_call(call) in (self.claims or ())

@@ -70,6 +70,7 @@ class TrialRuns:
         """
         batch, loss_fn = inputs.batch, inputs.loss_fn
         known = self.known.look_up(batch, loss_fn)
+        (self.known.claims or set()).discard(known.kind)
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         self._is_training = inputs.is_training
         leader = self.samples.choose_leader(batch, known.is_new, departed)
@@ -122,13 +123,8 @@ class TrialRuns:
         self.known.constant_keys.pop(kind, None)
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
-            self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
-            if len(constant_keys) < len(form.axes):
-                if not self._may_cut_rows:
-                    constant_keys = set()
-                elif is_text:  # weights of tokens for the loss alone: equal in all rows, they fit any parts
-                    constant_keys -= {*inspect.signature(self._model.forward).parameters, "labels"}
-            self.known.constant_keys[kind] = constant_keys
+            self._unused_sample = batch, samples[0]
+            self.known.constant_keys[kind] = self._constant_keys(samples[-1], form, is_text)
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
@@ -154,6 +150,23 @@ class TrialRuns:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"the model does not run on the batch ({description}): {reason}") from error
         return form
+
+    def _constant_keys(self, sample: Batch, form: BatchForm, is_text: bool) -> set[str]:
+        """Return the keys with equal values in all rows of a sample, where these tell too little about other rows."""
+        keys = form.constant_keys(sample, form.axes)
+        if len(keys) == len(form.axes) or (self._may_cut_rows and not is_text):
+            return keys
+        # Weights of tokens for the loss alone: equal in all rows, they fit any parts.
+        return keys - {*inspect.signature(self._model.forward).parameters, "labels"} if self._may_cut_rows else set()
+
+    def accept(self, inputs: PassInputs) -> None:
+        """Note that this kind of batch, recorded by another engine, is checked, on rows like those of this batch."""
+        batch, form = inputs.batch, inputs.form
+        known = self.known.look_up(batch, inputs.loss_fn)
+        (self.known.claims or set()).discard(known.kind)
+        if not form.is_whole:
+            is_text = is_token_batch(batch, known.rows)
+            self.known.constant_keys[known.kind] = self._constant_keys(batch, form, is_text)
 
     def _record_on(self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[list[Batch]]) -> None:
         variants_before = [
