@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ideal import Unit, Use, Work, ideal
-from benchmarks.plan_models import MODELS
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change
 from offload.extras.plan.forecast import Forecast, Forecaster
@@ -28,13 +28,7 @@ from offload.layout.regions import Region
 from offload.layout.sharding import Sharding
 from offload.planning.device_updates import update_bytes
 
-MODEL = MODELS["Qwen3-14B"] | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "dtype": "bfloat16",
-}
+MODEL = PRESETS["qwen3-8b"] | {"dtype": "bfloat16"}
 SEQUENCE, TOKENS, MICRO_ROWS = 4096, 16384, (1, 2, 4)
 GPUS, CODECS = ("rtx-4090", "rtx-5090", "h100"), ("exact", "int8", "nf4")
 BUDGET = "10GiB"

@@ -10,8 +10,7 @@ part of the grid. `--workers` counts processes.
 Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
 `benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
 the system. A plan with a disk is made only where the plan without one does not fit. The plan of the largest host serves
-every smaller host that has room for it. The shapes of the models are copied by hand from the published config.json
-files.
+every smaller host that has room for it. The shapes of the models are presets (`offload/app/config/presets.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan_models import MODELS as PLANNED
 from benchmarks.plan_models import SETTINGS
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.errors import OffloadError
 from offload.extras.plan.alternatives import place
@@ -50,64 +49,13 @@ MAX_MICRO_ROWS = 4
 HOST_SHARE = 0.95
 """The plan of the largest host is also the plan of a host if it takes at most this share of the host memory."""
 
-_LLAMA, _QWEN3 = (
-    {key: value for key, value in PLANNED[name].items() if not key.endswith("_size") and "num_" not in key}
-    | {key: PLANNED[name][key] for key in ("vocab_size", "num_key_value_heads")}
-    for name in ("Llama-3.1-8B", "Qwen3-14B")
-)
-_MISTRAL = {
-    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 131072, "num_key_value_heads": 8,
-    "head_dim": 128, "sliding_window": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-_GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "vocab_size": 256000}
-_GEMMA3 = {
-    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
-_SMOL = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
-_TIED = {"tie_word_embeddings": True}
-
-
-def _shape(hidden: int, intermediate: int, layers: int, heads: int, groups: int = 8) -> dict[str, int]:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    return dict(zip(names, (hidden, intermediate, layers, heads, groups), strict=True))
-
-
 MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": _SMOL | _shape(576, 1536, 30, 9, 3),
-    "SmolLM2-1.7B": _SMOL | _shape(2048, 8192, 24, 32, 32),
-    "Llama-3.2-1B": _LLAMA | _TIED | _shape(2048, 8192, 16, 32),
-    "Llama-3.2-3B": _LLAMA | _TIED | _shape(3072, 8192, 28, 24),
-    "Llama-3.1-8B": PLANNED["Llama-3.1-8B"],
-    "Llama-3.1-70B": PLANNED["Llama-3.1-70B"],
-    "Qwen3-0.6B": _QWEN3 | _TIED | _shape(1024, 3072, 28, 16),
-    "Qwen3-1.7B": _QWEN3 | _TIED | _shape(2048, 6144, 28, 16),
-    "Qwen3-4B": _QWEN3 | _TIED | _shape(2560, 9728, 36, 32),
-    "Qwen3-8B": _QWEN3 | _shape(4096, 12288, 36, 32),
-    "Qwen3-14B": PLANNED["Qwen3-14B"],
-    "Qwen3-32B": PLANNED["Qwen3-32B"],
-    "Qwen3-30B-A3B": PLANNED["Qwen3-30B-A3B"],
-    "Mistral-7B": _MISTRAL | _shape(4096, 14336, 32, 32) | {"vocab_size": 32768, "max_position_embeddings": 32768},
-    "Mistral-Nemo-12B": _MISTRAL | _shape(5120, 14336, 40, 32),
-    "Mistral-Small-24B": _MISTRAL | _shape(5120, 32768, 40, 32),
-    "Mixtral-8x7B": _MISTRAL
-    | _shape(4096, 14336, 32, 32)
-    | {
-        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32000,
-        "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
-    "Gemma-2-9B": _GEMMA2 | _shape(3584, 14336, 42, 16) | {"head_dim": 256},
-    "Gemma-3-4B": _GEMMA3 | _shape(2560, 10240, 34, 8, 4) | {"head_dim": 256},
-    "Phi-4": {
-        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 100352,
-        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
-    }
-    | _shape(5120, 17920, 40, 40, 10),
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "head_dim": 64,
-        "max_position_embeddings": 131072, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
-    }
-    | _shape(2880, 2880, 24, 64),
+    name: PRESETS[name.lower()]
+    for name in (
+        "SmolLM2-135M", "SmolLM2-1.7B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-0.6B",
+        "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Mistral-7B",
+        "Mistral-Nemo-12B", "Mistral-Small-24B", "Mixtral-8x7B", "Gemma-2-9B", "Gemma-3-4B", "Phi-4", "gpt-oss-20b",
+    )
 }  # fmt: skip
 _LORA = {"lora.rank": 16, "lora.alpha": 32, "lora.target_modules": "all-linear"}
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | {"offload.frozen_weights": "nf4"}}

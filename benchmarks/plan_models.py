@@ -2,7 +2,7 @@
 
 python benchmarks/plan_models.py > docs/plans.md
 
-The configurations are copied by hand from the published config.json files; nothing is downloaded.
+The configurations are presets (`offload/app/config/presets.py`); nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.errors import format_bytes
 from offload.extras.plan.alternatives import apply_change, find_fix, place, to_flags
@@ -22,46 +23,8 @@ from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
-_LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-}
-_QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-}
-
-
-def _shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
-
-
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": _LLAMA | _shape(4096, 14336, 32, 32),
-    "Qwen3-14B": _QWEN3 | _shape(5120, 17408, 40, 40),
-    "Qwen3-32B": _QWEN3 | _shape(5120, 25600, 64, 64),
-    "Llama-3.1-70B": _LLAMA | _shape(8192, 28672, 80, 64),
-    "Qwen3-30B-A3B": _QWEN3
-    | _shape(2048, 6144, 48, 32)
-    | {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    name: PRESETS[name.lower()] for name in ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
 }
 GPUS = {"24 GB (RTX 4090)": "rtx-4090", "80 GB (H100)": "h100", "141 GB (H200)": "h200"}
 HOSTS_GIB = (64, 128, 512)

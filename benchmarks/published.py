@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan_models import MODELS
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change, place
 from offload.extras.plan.forecast import Forecast, Forecaster
@@ -26,7 +26,7 @@ from offload.extras.plan.machine_files import read_machine
 SEQUENCE, MICRO_ROWS = 4096, (8, 4, 2, 1)
 PASSES = 4, 16
 """Pass counts for the largest micro-batch."""
-_QWEN = MODELS["Qwen3-14B"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
+_QWEN = PRESETS["qwen3-14b"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
 
 
 def _qwen(hidden: int, inner: int, layers: int, heads: int, shared: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _qwen(hidden: int, inner: int, layers: int, heads: int, shared: int) -> dict
 
 
 SHAPES = {
-    "Llama 3.1 8B": MODELS["Llama-3.1-8B"],
+    "Llama 3.1 8B": PRESETS["llama-3.1-8b"],
     "Qwen2.5 7B": _qwen(3584, 18944, 28, 28, 4),
     "Qwen2.5 14B": _qwen(5120, 13824, 48, 40, 8),
 }

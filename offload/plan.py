@@ -55,6 +55,7 @@ OPTIONS = {
 def main(words: list[str]) -> int:
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
+    say(f"planning {config.model.label} on {own['hardware'] or 'this machine'} ...")  # the imports take seconds
     with importing():
         from offload.app.hf.models import quiet_transformers
         from offload.extras.plan.alternatives import MAX_FORECASTS, choose_hardware, forecast

@@ -20,6 +20,7 @@ import yaml
 from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
 from offload import plan
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.extras.plan.forecast import Forecaster
 from tests import forks
 from tests.forks import MINUTES, ROOT
@@ -279,6 +280,11 @@ def test_an_entry_of_the_page_will_it_fit_is_the_plan_of_today(tmp_path: Path) -
     assert found.returncode == 0, found.stdout + found.stderr
     row = [row for row in told["models"][name][method]["cards"][card][count] if row[2]][-1]
     assert json.loads(found.stdout.splitlines()[-1])[2:] == row[2:]
+
+
+def test_the_page_about_plans_names_every_preset() -> None:
+    page = (ROOT / "docs" / "how-to" / "plan-and-report.md").read_text()
+    assert not [name for name in PRESETS if f"`{name}`" not in page]
 
 
 def test_the_workflow_publishes_the_site_that_make_docs_builds() -> None:

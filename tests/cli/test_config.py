@@ -116,6 +116,12 @@ def test_a_removed_setting_is_refused_with_a_replacement(
             Config.load().resumed(saved, "there")
 
 
+def test_an_unknown_preset_gives_the_list_and_the_nearest() -> None:
+    for wrong, nearest in (("Qwen3-14B", "qwen3-14b"), ("gpt-oss", "gpt-oss-20b")):
+        with pytest.raises(ConfigError, match=rf"one of tiny, .*phi-4, .* \(did you mean {nearest}\?\)"):
+            Config.load(None, {"model.preset": wrong})
+
+
 def test_every_key_has_help() -> None:
     for section in Config.SECTIONS.values():
         assert section.__doc__
@@ -487,7 +493,7 @@ def test_the_first_help_is_one_screen_of_the_main_settings(
     assert len(lines) < 60, "one line for the prompt"
     assert max(map(len, lines)) <= min(columns, 110)
     assert sum(line.endswith("...") for line in lines) <= 5
-    assert "--model.preset none            Named Llama-like shape" in shown, "a part of a list looks complete"
+    assert "--model.preset none            Name of a known shape.\n" in shown, "a part of a list looks complete"
     with pytest.raises(SystemExit):
         parse_config(["--help-extra"], prog="python -m offload.train", description=DESCRIPTION)
     shown = capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
+from offload import plan
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
@@ -45,6 +46,20 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     fitting = {each["change"]: each["step_seconds"] for each in found["alternatives"] if each["fits"]}
     assert {each["change"]: each["step_seconds"] for each in found["levers"]} == fitting
     assert found["hides_from_tokens"] > 0
+
+
+def test_the_first_words_come_before_the_imports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch and transformers take seconds to load."""
+
+    def importing() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "importing", importing)
+    with pytest.raises(KeyboardInterrupt):
+        plan.main(["--model.preset", "gpt-oss-120b", "--hardware", "rtx-4090"])
+    assert capsys.readouterr().err == "planning preset gpt-oss-120b on rtx-4090 ...\n"
 
 
 @pytest.mark.parametrize(

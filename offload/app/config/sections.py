@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from offload.app.config.presets import PRESETS
+from offload.app.config.presets import PRESETS, SCALES
 from offload.app.config.rules import RULE_SETTINGS, RuleName
 from offload.errors import nearest, shorten
 from offload.setting_texts import TEXTS
@@ -310,7 +310,11 @@ class ModelSection(Section):
     path: str | None = None
     """Model folder, hub name, or config.json. none: use model.preset."""
     preset: str | None = Field(
-        default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
+        default=None,
+        description=(
+            "Name of a known shape. A published model, such as qwen3-14b, or a Llama-like shape: "
+            f"{', '.join(SCALES)}. An unknown name gives the whole list. none: tiny, unless model.path is set."
+        ),
     )
     init: Literal["auto", "pretrained", "random"] = "auto"
     """Initial weights. pretrained: read from model.path. random: initialization of the model family. auto: pretrained
@@ -331,7 +335,7 @@ class ModelSection(Section):
     @classmethod
     def _check_preset(cls, value: str | None) -> str | None:
         if value is not None and value not in PRESETS:
-            raise ValueError(f"it should be one of {', '.join(PRESETS)}{nearest(value, PRESETS)}")
+            raise ValueError(f"it should be one of {', '.join(PRESETS)}{nearest(value.lower(), PRESETS)}")
         return value
 
 
