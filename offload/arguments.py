@@ -1,14 +1,16 @@
-"""Runtime type checks for call arguments against their annotations."""
+"""Runtime checks of call arguments: types against annotations, and paths of folders."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, shorten
@@ -27,6 +29,26 @@ def check_types(of: Any, arguments: Mapping[str, Any]) -> None:
             key = next((key for key in keys if key.endswith(f".{name}")), own)
             expected = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
             raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {expected}.")
+
+
+def as_folder(path: Any) -> Path:
+    """Return the path of a folder. A link is followed, so a folder is replaced behind the link. Raises ConfigError."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
+        raise ConfigError(f"the folder is {shorten(repr(path))}; it must be a text, or a path of pathlib.")
+    if "\0" in text:
+        raise ConfigError(f"the folder is {shorten(repr(text))}, and no path has a zero character.")
+    folder = Path(text)
+    try:
+        if not folder.is_absolute():
+            Path.cwd()
+        return folder.resolve() if folder.is_symlink() else folder
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the folder {text} is relative, and the working directory is gone: give an absolute path, or change to a "
+            "folder that exists."
+        ) from None
+    except (OSError, RuntimeError) as error:  # a circle of links is a RuntimeError up to Python 3.12
+        raise ConfigError(f"the folder {text} is a link that cannot be followed: {error}.") from None
 
 
 _hints = cache(typing.get_type_hints)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import xxhash
 
+from offload.arguments import as_folder
 from offload.errors import ConfigError, RankLostError
 
 LOOK_S = 0.2
@@ -103,7 +104,7 @@ class Comm:
 
     def folder_of(self, path: str | Path, *, of_model: bool = False) -> Path:  # noqa: ARG002
         """Return the folder for a checkpoint at `path`, or `of_model` for a model. Raises ConfigError for none."""
-        return Path(path)
+        return as_folder(path)
 
     def split(self, num_replicas: int) -> tuple[Comm, Comm]:
         """Return two communicators: for the ranks in this replica, and for the ranks at the same position in every

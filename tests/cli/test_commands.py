@@ -76,6 +76,19 @@ def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [stream.buffer.getvalue().decode() for stream in streams] == ["\\u4e09 \\ud83d\n", "三 \\ud83d\n"]
 
 
+def test_a_command_in_a_folder_that_is_gone_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fails(*_: Any) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the signal handlers
+    monkeypatch.setattr("offload.app.config.command_line._ignore_late_signals", lambda: None)
+    monkeypatch.setattr("offload.app.config.command_line.os.getcwd", fails)
+    with pytest.raises(SystemExit) as left:
+        run_command(fails, [])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "offload: the working directory is gone: change to a folder that exists.\n"
+
+
 def test_a_word_is_utf8_whatever_the_locale() -> None:
     assert (
         as_utf8("один".encode().decode("ascii", "surrogateescape"), "--prompt") == as_utf8("один", "--prompt") == "один"

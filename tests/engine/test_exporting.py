@@ -79,6 +79,32 @@ def test_wrong_files_and_sizes_are_refused_before_anything_is_written(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_is_a_path_and_a_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: replace a link by the checkpoint."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("link", "other"):
+        (tmp_path / name).symlink_to("link" if name == "other" else "disk")
+    with Engine(build(llama)) as engine:
+        wrong = [None, 5, b"folder", "zero\0", tmp_path / "circle"]
+        for folder in wrong:
+            for call in (engine.export, engine.save_checkpoint, engine.load_checkpoint):
+                with pytest.raises(ConfigError, match=r"the folder (is|.* is a link)|no path has a zero"):
+                    call(folder)
+        for name in ("link", "other"):
+            engine.save_checkpoint(tmp_path / name)
+            engine.load_checkpoint(tmp_path / name)
+            assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "disk" / "manifest.json").is_file()
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        with pytest.raises(ConfigError, match="the folder export is relative, and the working directory is gone"):
+            engine.export("export")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["circle", "disk", "link", "other"]
+
+
 def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
     engine = Engine(build(llama), precision="bf16")
     engine.step(tokens())

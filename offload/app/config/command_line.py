@@ -71,9 +71,20 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         _complain(error, "interrupted; nothing was saved.", debug)
         sys.exit(InterruptedRun.exit_code)
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and not _has_working_directory():
+            _complain(error, "the working directory is gone: change to a folder that exists.", debug)
+            sys.exit(ConfigError.exit_code)
         hint = "" if debug else "; run with --debug for the traceback"
         _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
         sys.exit(1)
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - the call that fails
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
