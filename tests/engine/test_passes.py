@@ -252,6 +252,24 @@ def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 
 
+def test_targets_that_begin_to_differ_are_judged() -> None:
+    """A mean over the padding mask leaves out more labels in the second batch. Break: judge the first batch alone."""
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return each(outputs.logits, batch["labels"]).sum() / batch["attention_mask"][:, 1:].sum()
+
+    reference = Reference(build(llama), max_grad_norm=None)
+    with Engine(build(llama), max_grad_norm=None, passes=2) as engine:
+        for seed in range(2):
+            batch = {**tokens(seed, 3), "attention_mask": torch.ones_like(tokens(seed, 3)["labels"])}
+            batch["labels"] = batch["input_ids"].clone()
+            batch["labels"][0, : 6 * seed] = -100
+            loss, norm = reference.step(batch, loss_fn)
+            with pytest.warns(UserWarning, match="give different results") if seed else nullcontext():
+                result = engine.step(batch, loss_fn)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_weights_of_tokens_that_begin_later_are_found(is_given: bool) -> None:
     """Weights beside the labels are equal in the first batch. Break: record no constant values of text for the loss;

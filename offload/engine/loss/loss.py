@@ -124,6 +124,15 @@ def labels_of(batch: Batch) -> torch.Tensor | None:
     return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
+def has_even_targets(batch: Batch) -> bool:
+    """True if all rows have equal numbers of targets. Any weights of rows then give the same loss."""
+    labels = labels_of(batch)
+    if labels is None or labels.is_floating_point():
+        return True
+    counts = (labels != IGNORED).reshape(len(labels), -1).sum(1)
+    return bool((counts == counts[0]).all())
+
+
 def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> dict[str, Any]:
     """Return the batch values that the model's forward takes. Other values are for `loss_fn`. Raises ConfigError."""
     signature = inspect.signature(model.forward).parameters

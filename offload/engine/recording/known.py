@@ -14,7 +14,7 @@ from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.loss.loss import LossFunction, LossRule
+from offload.engine.loss.loss import LossFunction, LossRule, has_even_targets
 from offload.engine.state import EngineState
 
 MOST_CHOICES = 4
@@ -56,10 +56,10 @@ class KnownPasses:
 
     `rows`: configured row axes of the batch values, or None. `results`: trial results by kind of batch. `choices`:
     recorded int values by kind of batch or call. `constant_keys`: keys with equal values in all recorded rows, by kind
-    of batch. `modes`: hash of training modes and frozen parameters at the last recording. `checks`: integers of the
-    checked batches, by kind of pass and execution. `watched_calls`: kinds of calls already run without gradients.
-    `claims`: kinds of batches and calls from another engine, not yet checked here; None: nothing is from another
-    engine. All kinds are strings.
+    of batch. `even`: kinds of batches recorded on rows with equal numbers of targets alone. `modes`: hash of training
+    modes and frozen parameters at the last recording. `checks`: integers of the checked batches, by kind of pass and
+    execution. `watched_calls`: kinds of calls already run without gradients. `claims`: kinds of batches and calls from
+    another engine, not yet checked here; None: nothing is from another engine. All kinds are strings.
     """
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
@@ -67,6 +67,7 @@ class KnownPasses:
         self.results: dict[str, TrialResult] = {}
         self.choices: dict[str, dict[str, set[int]]] = {}
         self.constant_keys: dict[str, set[str]] = {}
+        self.even: set[str] = set()
         self.checks: dict[str, set[str]] = {}
         self.watched_calls: set[str] = set()
         self.claims: set[str] | None = None
@@ -86,6 +87,7 @@ class KnownPasses:
             result is None
             or self._is_new(kind, int_arguments((), batch))
             or constant_keys != form.constant_keys(batch, constant_keys)
+            or (kind in self.even and not has_even_targets(batch))
         )
         return KnownPass(kind, rows, replace(form, obstacle=result.obstacle) if result else form, result, is_new)
 
@@ -177,7 +179,7 @@ class KnownPasses:
 
     def forget(self) -> None:
         """Discard everything except the modes."""
-        for each in (self.results, self.choices, self.constant_keys, self.checks, self.watched_calls):
+        for each in (self.results, self.choices, self.constant_keys, self.even, self.checks, self.watched_calls):
             each.clear()
         self.claims = None
 

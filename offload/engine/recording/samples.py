@@ -10,6 +10,7 @@ import torch
 
 from offload.engine.entries import ModelCall
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, Rows, check_batch, map_tensors
+from offload.engine.loss.loss import labels_of
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
@@ -34,6 +35,7 @@ class Samples:
         mask = _padding_mask(form, batch)
         first = 0 if mask is None else int(mask.sum(1).argmin()) // group
         num_differences = form.count_differences(batch, first * group).view(-1, group).sum(1)
+        num_differences += _has_other_count(batch, first, group)
         others = num_differences.argsort(stable=True, descending=True)
         order = [first, *(row for row in others.tolist() if row != first)]
         numbers = torch.tensor([order[number % len(order)] for number in range(rows)], device="cpu")
@@ -127,6 +129,15 @@ class Samples:
         named = {key: value for key, value in sample.items() if key in call.kwargs}
         unnamed = [sample[str(number)] for number in range(len(call.args))]
         return [call._replace(args=unnamed, kwargs=named), call]
+
+
+def _has_other_count(batch: Batch, first: int, group: int) -> torch.Tensor:
+    """Return 1 for groups of rows with another number of targets than group `first`, else 0, int64 [groups]."""
+    labels = labels_of(batch)
+    if labels is None:
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+    counts = (labels != IGNORED).reshape(len(labels) // group, -1).sum(1).cpu()
+    return (counts != counts[first]).long()
 
 
 def _first_column(labels: torch.Tensor | None) -> int:

@@ -26,7 +26,16 @@ from offload.engine.loss.batch import (
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.label_trials import LabelTrials, find_other_weights, find_row_weights, probe_loss
-from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, find_loss, run_loss, select_inputs
+from offload.engine.loss.loss import (
+    LossFunction,
+    LossRule,
+    Needs,
+    as_loss,
+    find_loss,
+    has_even_targets,
+    run_loss,
+    select_inputs,
+)
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording, UseDetector
@@ -125,6 +134,7 @@ class TrialRuns:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
             self._unused_sample = batch, samples[0]
             self.known.constant_keys[kind] = self._constant_keys(samples[-1], form, is_text)
+            self._note_targets(batch, kind)
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
@@ -167,6 +177,13 @@ class TrialRuns:
         if not form.is_whole:
             is_text = is_token_batch(batch, known.rows)
             self.known.constant_keys[known.kind] = self._constant_keys(batch, form, is_text)
+            self._note_targets(batch, known.kind)
+
+    def _note_targets(self, batch: Batch, kind: str) -> None:
+        """Note if rows of the batch, which is recorded or checked, have equal numbers of targets."""
+        self.known.even.discard(kind)
+        if self._may_cut_rows and has_even_targets(batch):
+            self.known.even.add(kind)
 
     def _record_on(self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[list[Batch]]) -> None:
         variants_before = [
