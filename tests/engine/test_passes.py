@@ -252,6 +252,24 @@ def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
             assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
 
 
+def test_rows_without_a_target_of_a_mask_count_for_nothing() -> None:
+    """The first pass has no target: its own mean is 0 / 0. Break: scale this mean by 0."""
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mask = batch["mask"][:, 1:]
+        return (each(outputs.logits, batch["labels"]) * mask).sum() / mask.sum()
+
+    batch = tokens(0, 2)
+    batch["labels"][0] = -100
+    batch["mask"] = batch["labels"] != -100
+    reference = Reference(build(llama), max_grad_norm=None)
+    loss, norm = reference.step(batch, loss_fn)
+    with Engine(build(llama), max_grad_norm=None, passes=2) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = engine.step(batch, loss_fn)
+    assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+
+
 def test_targets_that_begin_to_differ_are_judged() -> None:
     """A mean over the padding mask leaves out more labels in the second batch. Break: judge the first batch alone."""
 

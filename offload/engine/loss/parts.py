@@ -12,11 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import PassInputs, PassPlan, RankBatch, agree_on_pass
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks
-from offload.engine.loss.loss import Loss, Needs, as_loss, labels_of, run_loss, select_inputs
+from offload.engine.loss.loss import Loss, LossFunction, Needs, as_loss, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
@@ -105,14 +106,15 @@ class Losses:
             self.num_chunks = 1
             share = _share_of_loss(inputs)
             batch = batch if share else _without_ignored(batch)
-            loss = _scale(run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward), share, inputs)
+            loss_fn = inputs.loss_fn if share else _finite(inputs.loss_fn)
+            loss = _scale(run_loss(self._model, batch, loss_fn, has_backward=self.has_backward), share, inputs)
             if runs_backward and loss.requires_grad:
                 runner.backward(loss)
         return total.add_(loss.detach().to(torch.float32))
 
     def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
         """Call the model once per micro-batch. All ranks make as many calls as the largest batch needs."""
-        plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
+        plan, rule, batch = inputs.plan, inputs.rule, inputs.batch
         weight, own = inputs.weight, plan.ranks[plan.rank]
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
@@ -123,6 +125,7 @@ class Losses:
         else:
             counts = [rule.weight(labels) for labels in inputs.labels.split(own.micro_rows)]
         for number in range(plan.num_parts):
+            loss_fn = inputs.loss_fn
             position = min(number, len(parts) - 1)
             part, share, extra = parts[position], counts[position] / max(1, weight), {}
             if number >= len(parts):
@@ -130,7 +133,7 @@ class Losses:
             if not share:  # other ranks may have targets here
                 if not plan.has_peers:
                     continue
-                part = _without_ignored(part)
+                part, loss_fn = _without_ignored(part), _finite(inputs.loss_fn)
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": inputs.num_targets}
             with self._state.runner.as_engine_calls():
@@ -225,6 +228,24 @@ def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor
     if share:
         as_loss(inputs.loss_fn).keep()
     return loss * share if share != 1.0 else loss
+
+
+def _finite(loss_fn: LossFunction | None) -> LossFunction | None:
+    """Return a loss function of weight 0. Without a target of its own, as in a mask, it is 0 over the outputs, not NaN.
+
+    Losses over groups, and the loss of a model, are finite on a batch from `_without_ignored`.
+    """
+    if loss_fn is None or as_loss(loss_fn).counts_groups:
+        return loss_fn
+
+    def finite(outputs: Any, batch: Batch) -> torch.Tensor:
+        loss = loss_fn(outputs, batch)
+        if not isinstance(loss, torch.Tensor) or bool(loss.isfinite().all()):
+            return loss
+        tensors = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return sum((t.where(t.isfinite(), 0.0).sum() * 0.0 for t in tensors), torch.zeros_like(loss))
+
+    return finite
 
 
 def _without_ignored(batch: Batch) -> dict[str, Any]:
