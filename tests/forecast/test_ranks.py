@@ -46,7 +46,8 @@ def told_and_made(
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
         played = simulate(step.calls, step.simulated_plan(), seconds)
         inputs = sum(each.num_bytes for each in step.memory.allocations if each.name == INPUTS)
-        told, peaks = {**played.busy_s, "sent": played.network_bytes, "inputs": inputs}, dict[tuple[str, str], int]()
+        told = {**played.busy_s, "sent": played.moved_bytes["network"], "inputs": inputs}
+        peaks = dict[tuple[str, str], int]()
         with watched(peaks), closing(Engine(model, settings=chosen, comm=comm)) as engine:
             for batch in batches(6):
                 engine.step(batch, loss_of)

@@ -153,12 +153,12 @@ class Forecast:
     @property
     def network_bytes(self) -> int:
         """Bytes all ranks of one machine send to other machines per step."""
-        return 0 if self.timing is None else self.timing.network_bytes * self.num_ranks
+        return 0 if self.timing is None else self.timing.moved_bytes["network"] * self.num_ranks
 
     @property
     def written_bytes(self) -> int:
         """Bytes all ranks of one machine write to disk per step."""
-        return 0 if self.timing is None else self.timing.nvme_written_bytes * self.num_ranks
+        return 0 if self.timing is None else self.timing.moved_bytes["nvme_write"] * self.num_ranks
 
     @property
     def tiers(self) -> dict[str, dict[str, Any]]:
@@ -198,6 +198,7 @@ class Forecast:
             "shortfalls": self.memory.shortfalls,
             "step_seconds": getattr(timing, "step_seconds", None),
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
+            "lane_bytes": {} if timing is None else {name: size for name, size in timing.moved_bytes.items() if size},
             "exposed_seconds": {} if timing is None else dict(timing.exposed),
             **{name: getattr(timing, name, None) for name in rates},
             "network_bytes_per_step": self.network_bytes,

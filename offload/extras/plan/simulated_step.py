@@ -154,10 +154,8 @@ class SimulatedStep:
     """Busy seconds per link, and for compute."""
     exposed_s: Mapping[str, float]
     """Seconds compute waits, per link."""
-    nvme_written_bytes: float
-    """Bytes written to disk."""
-    network_bytes: float = 0.0
-    """Bytes this rank sends to other machines."""
+    moved_bytes: Mapping[str, float]
+    """Bytes by link: h2d, d2h, nvme_read, nvme_write, and network (sent to other machines)."""
 
 
 def simulate(
@@ -176,7 +174,7 @@ def simulate(
             engine.step()
         after, count = engine.totals(), num_steps - warm
     mean = [{name: (b[name] - a.get(name, 0.0)) / count for name in b} for a, b in zip(before, after, strict=True)]
-    return SimulatedStep(mean[0]["now"], mean[1], mean[2], mean[0]["written"], mean[0]["sent"])
+    return SimulatedStep(mean[0].pop("now"), mean[1], mean[2], mean[0])
 
 
 class _SimulatedFile(Stripes):
@@ -338,10 +336,16 @@ class SimulatedEngine:
         self._number = settings.delay_after
 
     def totals(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
+        """Return totals so far: (time, and bytes by link; busy seconds; exposed seconds)."""
         counters = self._counters
-        sent = counters.network_bytes + counters.next_network_bytes
-        counts = {"now": self.lanes.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
+        counts = {
+            "now": self.lanes.now_s,
+            "h2d": float(counters.h2d_bytes + counters.next_h2d_bytes),
+            "d2h": float(counters.d2h_bytes),
+            "nvme_read": float(counters.nvme_read_bytes + counters.next_nvme_read_bytes),
+            "nvme_write": float(counters.nvme_write_bytes),
+            "network": float(counters.network_bytes + counters.next_network_bytes),
+        }
         return counts, self.lanes.busy_s, dict(self.lanes.exposed_s)
 
     def close(self) -> None:
@@ -529,8 +533,7 @@ def _extended(few: SimulatedStep, fewer: SimulatedStep, beyond: float) -> Simula
         line(lambda step: step.seconds),
         {name: line(lambda step, name=name: step.busy_s[name]) for name in few.busy_s},  # type: ignore[misc]
         {name: line(lambda step, name=name: step.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
-        line(lambda step: step.nvme_written_bytes),
-        line(lambda step: step.network_bytes),
+        {name: line(lambda step, name=name: step.moved_bytes[name]) for name in few.moved_bytes},  # type: ignore[misc]
     )
 
 

@@ -79,9 +79,8 @@ class Timing:
     tokens_per_second: throughput over all ranks.
     mfu: model FLOPs (forward and backward without recomputation; all forwards for forward-only training) divided by the
         FLOPs possible at device peak.
-    nvme_written_bytes: bytes this rank writes per step.
+    moved_bytes: bytes of this rank per step, by link: h2d, d2h, nvme_read, nvme_write, and network (to other machines).
     exposed: seconds compute was idle, by the link that caused the wait.
-    network_bytes: bytes this rank sends to other machines per step.
     hides_from_tokens: token count over all ranks at which compute takes as long as the busiest link. None: no such
         count, because the traffic grows as fast as compute, or compute itself sends over the network.
     """
@@ -91,9 +90,8 @@ class Timing:
     bound_by: str
     tokens_per_second: float
     mfu: float
-    nvme_written_bytes: int
+    moved_bytes: Mapping[str, int]
     exposed: Mapping[str, float]
-    network_bytes: int = 0
     hides_from_tokens: int | None = None
 
 
@@ -148,8 +146,7 @@ class PlannedStep:
             bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
             tokens_per_second=num_tokens * ranks / seconds,
             mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
-            nvme_written_bytes=round(step.nvme_written_bytes),
-            network_bytes=round(step.network_bytes),
+            moved_bytes={name: round(num_bytes) for name, num_bytes in step.moved_bytes.items()},
             exposed={name: waited for name, waited in step.exposed_s.items() if waited},
             hides_from_tokens=self._hiding_tokens(step),
         )
