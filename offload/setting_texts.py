@@ -92,13 +92,15 @@ ENGINE_TEXTS = {
     "offload.frozen_weights": (
         "Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, "
         "one scale per 128; nf4: half a byte per weight, as in QLoRA (arXiv:2305.14314). The device dequantizes. "
-        "Embeddings, weights outside blocks, and parameters below 4096 elements stay exact."
+        "Embeddings, weights outside blocks, vectors (also one per expert) and parameters below 4096 elements stay "
+        "exact."
     ),
     "offload.link_weights": (
         "Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 "
         "(approximate): one byte per weight, one scale per 128, quantized from the exact master weights after each "
         "update (ZeRO++, arXiv:2306.10209, section 3.2); compute uses the dequantized weights. Checkpoints and "
-        "exports hold the master weights. Vectors and parameters below 4096 elements are sent exact."
+        "exports hold the master weights. Vectors (also one per expert) and parameters below 4096 elements are sent "
+        "exact."
     ),
     "offload.link_gradients": (
         "Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4 "

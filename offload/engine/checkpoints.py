@@ -41,6 +41,7 @@ from offload.tiers.tile import RegionState, Tile, encode
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"
+_CODED = "coded"
 _BUFFER = "buffer"  # a buffer's only plane
 
 
@@ -91,7 +92,7 @@ class PendingCheckpoint:
         }
         if engine.frozen_weights != EXACT.name:
             own["frozen_weights"] = engine.frozen_weights
-            own["coded"] = {info.name: info.compute for info in engine.infos if info.is_quantized}
+            own[_CODED] = _coded(engine)
         if trained_only:
             own[_TRAINED_ONLY] = True
         if engine.changed:
@@ -264,6 +265,15 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"{reader.path} was trained on frozen weights stored as {codecs[0]}, but offload.frozen_weights is "
             f"{codecs[1]}, which gives other weights. Set --offload.frozen_weights {codecs[0]}."
         )
+    saved_coded = reader.meta["engine"].get(_CODED, {})
+    frozen = {info.name for info in engine.infos if not info.trainable} - reader.contents.keys()
+    if others := sorted(frozen & (_coded(engine).keys() ^ saved_coded.keys())):
+        then, now = (codecs[0], EXACT.name) if others[0] in saved_coded else (EXACT.name, codecs[0])
+        raise ConfigError(
+            f"{reader.path} was trained on {others[0]} stored as {then}, and this version of offload stores it as "
+            f"{now}, which gives other weights. Resume with the version that saved it, or start a new run; "
+            "`offload export --merge` writes the model as it was trained."
+        )
     trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), reader.changed
     if not trained_only and (why := _trained_only_reason(engine)):
         raise ConfigError(
@@ -317,6 +327,12 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"position, and resets the states of {own_rule}."
         )
     return True
+
+
+def _coded(engine: EngineState) -> dict[str, str]:
+    """Return the compute dtype of each parameter in the format `frozen_weights`, by name."""
+    is_coded = engine.frozen_weights != EXACT.name
+    return {info.name: info.compute for info in engine.infos if is_coded and info.is_quantized}
 
 
 def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:

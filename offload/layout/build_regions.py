@@ -56,13 +56,13 @@ def build_regions(
         )
         by_matrix = trainable and factors is not None and rule in factors
         bins = _balanced(members, num_ranges) if by_matrix else [members]
-        lengths = [_length(members, border) for members in bins]
+        lengths = [_length(members, border, codec.block) for members in bins]
         step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
         _check_padding(names, parameters, members, step, len(bins))
         offsets = [
-            number * step + _length(members[:position], border)
+            number * step + _length(members[:position], border, codec.block) + piece.begin % codec.block
             for number, members in enumerate(bins)
-            for position in range(len(members))
+            for position, piece in enumerate(members)
         ]
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
@@ -91,9 +91,9 @@ def build_regions(
     return tuple(regions)
 
 
-def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT) -> int:
-    """Return the total length of `members` in elements, each aligned to `border`."""
-    return sum(align(piece.numel, border) for piece in members)
+def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT, block: int = 1) -> int:
+    """Return the total length of `members` in elements, each in whole blocks and aligned to `border`."""
+    return sum(align(piece.begin % block + piece.numel, border) for piece in members)
 
 
 def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:

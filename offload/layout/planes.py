@@ -71,7 +71,7 @@ class Plane:
         return -(-self.num_bytes(num_weights) // PAGE_BYTES) * PAGE_BYTES
 
     def cut(self, weights: slice) -> slice:
-        """Return the elements for the slice `weights`, which must start at a block start."""
+        """Return the elements of all blocks with a weight in the slice `weights`."""
         return slice(weights.start // self.block * self.width, self.numel(weights.stop))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.layout.codecs import EXACT, Codec
+from offload.layout.codecs import EXACT, LEAST_NUMEL, Codec
 from offload.layout.planes import CODES, DTYPES, MASTER, STALE, Factor, Plane
 
 SHARD_MULTIPLE = 2048
@@ -49,10 +49,22 @@ class ParameterInfo:
     """Storage format for a frozen parameter. Trainable parameters are stored as `EXACT`."""
     link: Codec = EXACT
     """Copy format for a trainable parameter. A frozen parameter is copied in the storage format."""
+    by_expert: bool = False
+    """True for a stack of experts: one matrix or vector per element of the first dimension."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_vector(self) -> bool:
+        """True for a vector, or one vector per expert, such as the biases of experts."""
+        return len(self.shape) < 2 + self.by_expert
+
+    @property
+    def can_be_quantized(self) -> bool:
+        """True for matrices worth a quantized format. Vectors and small parameters stay exact."""
+        return not self.is_vector and self.numel >= LEAST_NUMEL
 
     @property
     def is_quantized(self) -> bool:
@@ -63,7 +75,7 @@ class ParameterInfo:
 class Piece(NamedTuple):
     """Contiguous elements of one parameter inside a region (flat storage for parameters updated together).
 
-    Most parameters are one piece; a layer cut into row blocks has several.
+    Most parameters are one piece; a layer cut into row blocks and a stack of streamed experts have several.
     """
 
     parameter: int
@@ -108,7 +120,9 @@ class Region:
     pieces: tuple[Piece, ...]
     """Parameter pieces in buffer order."""
     offsets: tuple[int, ...]
-    """Start element for each piece."""
+    """Start element for each piece. A piece that begins inside a quantization block of the parameter begins at the
+    same element of a block here: a block over the border of two pieces is stored with both.
+    """
     numel: int
     """Elements in the buffer, with the padding between pieces."""
     units: tuple[str, ...]

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from offload.distributed.comm import Comm
-from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.lanes.streams import overlaps
-from offload.layout.codecs import EXACT, GRADIENT_CODECS, LEAST_NUMEL, Codec
+from offload.layout.codecs import EXACT, GRADIENT_CODECS, Codec
 from offload.layout.planes import summed
 from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
@@ -166,9 +166,11 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
         for name, some_regions in quantized.items()
     ]
     others = [info for info in infos if not info.trainable and not info.is_quantized]
-    small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
-    named = [info.name for info in others if info not in small]
-    named += [f"{len(small)} vectors and small matrices"] if small else []
+    small = [info for info in others if not info.can_be_quantized]
+    stacked = [info for info in small if info.by_expert and info.is_vector]
+    named = [info.name for info in others if info.can_be_quantized]
+    named += [f"{counted(len(stacked), 'stack')} of expert vectors"] if stacked else []
+    named += [f"{len(small) - len(stacked)} vectors and small matrices"] if len(small) > len(stacked) else []
     return "; ".join([*filter(None, [files]), *parts, f"others unquantized: {', '.join(named) or 'none'}"])
 
 

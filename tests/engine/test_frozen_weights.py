@@ -19,7 +19,7 @@ from offload.app.training.resident import ResidentTrainer
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.layout import codecs
+from offload.layout import codecs, regions
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
 from offload.layout.regions import ParameterInfo
@@ -196,7 +196,9 @@ def test_what_is_not_in_codes_is_named_and_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_what_is_trained_and_belongs_to_its_codes(tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_is_trained_and_belongs_to_its_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(build(adapted), frozen_weights="nf4")
     engine.step(tokens(0))
     with pytest.raises(ConfigError, match="frozen_weights is nf4.*trained_only=True"):
@@ -208,6 +210,14 @@ def test_a_checkpoint_has_what_is_trained_and_belongs_to_its_codes(tmp_path: Pat
             ConfigError, match=f"stored as nf4, but offload.frozen_weights is {width}.*--offload.frozen_weights nf4"
         ):
             Engine(build(adapted), frozen_weights=width).load_checkpoint(tmp_path / "trained")
+    with monkeypatch.context() as patched:
+        patched.setattr(regions, "LEAST_NUMEL", 4097)
+        other = Engine(build(adapted), frozen_weights="nf4")
+    words = (
+        r"was trained on model.layers.0.self_attn.k_proj.weight stored as nf4, and this version .* as exact.*--merge"
+    )
+    with pytest.raises(ConfigError, match=words):
+        other.load_checkpoint(tmp_path / "trained")
 
 
 def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:

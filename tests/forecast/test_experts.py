@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from offload import AdamW, Engine, Placement
 from offload.app.config.config import Config
@@ -19,6 +19,7 @@ from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import OPERATIONS
 from offload.extras.plan.routed import routed_experts
 from offload.extras.plan.workload import Workload
+from offload.layout.regions import align
 from offload.planning.settings import Settings
 
 NUM_EXPERTS, CHOICES = 8, 2
@@ -52,6 +53,26 @@ def plan(folder: Path, experts: str, device_memory: int | None = None, **more: A
 
 def held(found: Forecast) -> dict[str, int]:
     return {each.name: each.num_bytes for each in found.prepared.plan.allocations if each.tier == "device"}
+
+
+@pytest.mark.parametrize(
+    ("codec", "block", "record", "blocks"),
+    [("int8", 128, 132, 2880 * 2880 * 3 // 128), ("nf4", 16384, 8456, 1013 + 507)],  # nf4: half a block for each matrix
+)
+def test_experts_of_gpt_oss_are_planned_in_codes_and_their_biases_exact(
+    codec: str, block: int, record: int, blocks: int
+) -> None:
+    """Break: quantize the biases; leave the matrices exact."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GptOssConfig(num_hidden_layers=1, num_local_experts=NUM_EXPERTS))
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    settings = Settings(placement=Placement(experts="streamed"), frozen_weights=codec, precision="bf16")
+    structure = Structure.of(model.bfloat16(), settings, Comm(), {})
+    (experts,) = (unit for unit in structure.units if unit.in_records)
+    for coded, exact in experts.records:
+        assert (coded.codec.name, coded.travelling_bytes) == (codec, blocks * record)
+        assert exact.travelling_bytes == 2 * align(3 * 2880 + 64 + 64, 2048)
+        assert coded.weight_bytes == 2 * blocks * block
 
 
 @pytest.mark.parametrize(("tokens", "link", "width"), [(1, "exact", 4), (4, "int8", 132 / 128), (40, "exact", 4)])

@@ -16,12 +16,13 @@ from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.training import trainable
 from offload.checkpoint.reader import Reader
-from offload.engine.units import find
 from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.adapters.over_base import load_base_config
 from offload.extras.data.tokenizer import train_bpe
+from offload.extras.large import cut_experts
+from offload.layout import regions
 from offload.layout.codecs import CODECS, decoded
 from offload.parity import main as parity_command
 from offload.plan import main as plan_command
@@ -128,7 +129,7 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
 def test_a_base_lacks_what_its_adapter_begins_as(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str
 ) -> None:
-    monkeypatch.setattr(find, "LEAST_NUMEL", 64)
+    monkeypatch.setattr(regions, "LEAST_NUMEL", 64)
     adapts = {"rank": 4, "init": init, "target_modules": ["q_proj", "down_proj"]}
     more = {"model__path": str(base), "checkpoint__every": 2, "train__steps": 4, "offload__frozen_weights": codec}
     more |= {f"lora__{key}": value for key, value in adapts.items()} | HOST
@@ -234,7 +235,7 @@ def test_an_adapter_over_experts_is_loaded_and_merged(run: Any, base: Path, tmp_
 def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, precision: str
 ) -> None:
-    monkeypatch.setattr(find, "LEAST_NUMEL", 64)
+    monkeypatch.setattr(regions, "LEAST_NUMEL", 64)
     codes = {"offload__frozen_weights": codec, "train__precision": precision}
     result, _, said = run("run", model__path=str(base), checkpoint__every=3, **codes, **ADAPTER)
     assert f"reloaded: by peft, from {result.export}: logits bit-equal" in said
@@ -254,6 +255,33 @@ def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
     for flags in (["--onto", "original"], *([["--merge", "--dtype", "bf16"]] if codec != "exact" else [])):
         with pytest.raises(ConfigError, match="leave"):
             export_command([str(result.dir), str(tmp_path / "wrong"), *flags])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["gpt_oss"], indirect=True)
+def test_experts_that_are_no_whole_blocks_are_resumed_and_merged(
+    run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_experts, "RECORD_BYTES", 1)
+    experts = {"lora__target_modules": ["q_proj"], "lora__target_parameters": ["gate_up_proj", "down_proj"]}
+    more = {"model__path": str(base), "checkpoint__every": 2, "lora__rank": 2, **experts, **HOST}
+    more |= {"offload__frozen_weights": "nf4", "offload__experts": "streamed", "train__steps": 4}
+    whole, lines, said = run("whole", **more)
+    assert "4 stacks of expert vectors" in said
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    half, again, _ = run("half", **more)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    assert_same(half.export, whole.export)
+    assert export_command([str(whole.dir), str(tmp_path / "merged"), "--merge"]) == 0
+    over: Any = AutoModelForCausalLM.from_pretrained(base)
+    for name, parameter in over.named_parameters():
+        if ".layers." in name and not name.endswith("bias") and parameter.dim() > 1 and parameter.numel() >= 4096:
+            flat = decoded(CODECS["nf4"], parameter.detach().reshape(-1), torch.float32)
+            parameter.data = flat.view(parameter.shape)
+    merged = PeftModel.from_pretrained(over, whole.export).merge_and_unload().state_dict()
+    for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(value, merged[name]), name
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -173,6 +173,7 @@ def describe_parameters(
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
     in_blocks = {id(parameter) for block in find_blocks(model) for parameter in block.parameters()}
+    stacks = {id(stack) for module in model.modules() for stack in _stacks_of_experts(module)}
     quantized, infos = quantized or {}, []
     _check_quantized(named, quantized, frozen_weights)
     for index, (name, parameter) in enumerate(named):
@@ -190,24 +191,26 @@ def describe_parameters(
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in fp32_patterns))
         )
         position_flags = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
-        is_matrix = parameter.dim() > 1 and parameter.numel() >= LEAST_NUMEL
-        is_quantized = not parameter.requires_grad and position_flags[1] and not position_flags[0] and is_matrix
         choice = optimizer.choose(ParameterTraits(name, tuple(parameter.shape), *position_flags))
-        infos.append(
-            ParameterInfo(
-                index=index,
-                name=name,
-                shape=tuple(parameter.shape),
-                trainable=parameter.requires_grad,
-                compute="fp32" if is_fp32 else "bf16",
-                bf16_source=parameter.dtype == torch.bfloat16,
-                lr_scale=choice.lr_scale,
-                weight_decay=choice.weight_decay,
-                rule=choice.rule,
-                codec=quantized.get(parameter, CODECS[frozen_weights] if is_quantized else EXACT),
-                link=LINK_CODECS[link_weights] if parameter.requires_grad and is_matrix else EXACT,
-            )
+        info = ParameterInfo(
+            index=index,
+            name=name,
+            shape=tuple(parameter.shape),
+            trainable=parameter.requires_grad,
+            compute="fp32" if is_fp32 else "bf16",
+            bf16_source=parameter.dtype == torch.bfloat16,
+            lr_scale=choice.lr_scale,
+            weight_decay=choice.weight_decay,
+            rule=choice.rule,
+            by_expert=id(parameter) in stacks,
         )
+        if parameter in quantized:
+            info = replace(info, codec=quantized[parameter])
+        elif info.can_be_quantized and info.trainable:
+            info = replace(info, link=LINK_CODECS[link_weights])
+        elif info.can_be_quantized and position_flags[1] and not position_flags[0]:
+            info = replace(info, codec=CODECS[frozen_weights])
+        infos.append(info)
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
         raise ConfigError(
             f"offload.frozen_weights is {frozen_weights}, but the model has no frozen weights for this format: "
@@ -221,6 +224,18 @@ def describe_parameters(
             f"dimensions or more, with {LEAST_NUMEL} elements or more. Set --offload.link_weights exact."
         )
     return infos
+
+
+def is_stack_of_experts(module: nn.Module) -> bool:
+    """True for a module whose forward uses the transformers experts interface."""
+    return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
+
+
+def _stacks_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module of experts that have one row per expert."""
+    for parameter in module._parameters.values() if is_stack_of_experts(module) else ():
+        if parameter is not None and parameter.dim() > 1 and len(parameter) == getattr(module, "num_experts", None):
+            yield parameter
 
 
 def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.units.find import ParameterPlace, UnitCandidate
+from offload.engine.units.find import ParameterPlace, UnitCandidate, is_stack_of_experts
 from offload.errors import ConfigError
 from offload.extras.large.adapted_experts import unsupported_reason, wrappers_over
 from offload.layout.planes import DTYPES
@@ -24,11 +24,6 @@ Smaller experts are fetched together, because small transfers are slower per byt
 """
 _LEAST_RECORDS = 4
 """Minimum records per layer. With fewer, most experts would be on the device at once."""
-
-
-def is_stack_of_experts(module: nn.Module) -> bool:
-    """True for a module whose forward uses the transformers experts interface."""
-    return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
 
 
 def cut_experts(
@@ -53,7 +48,8 @@ def cut_experts(
         names = {module: name for name, module in modules_by_name.items()}
         expert_units: list[UnitCandidate] = []
         for module in [module for module in names if unit.is_block and is_stack_of_experts(module)]:
-            stacks = [place for place in unit.places if place.module is module and _is_stack(module, place, infos)]
+            own_places = [place for place in unit.places if place.module is module]
+            stacks = [place for place in own_places if infos[place.parameter].by_expert]
             wrappers = wrappers_over(names[module], modules_by_name.__getitem__)
             _check(names[module], module, stacks, infos, uses, rule, wrappers)
             records = _records(stacks, infos, module.num_experts)
@@ -71,12 +67,6 @@ def cut_experts(
             "through transformers' experts interface: set --offload.experts whole."
         )
     return units
-
-
-def _is_stack(module: nn.Module, place: ParameterPlace, infos: Sequence[ParameterInfo]) -> bool:
-    """True for a parameter with one row per expert."""
-    shape = infos[place.parameter].shape
-    return len(shape) > 1 and shape[0] == module.num_experts
 
 
 def _check(
@@ -102,9 +92,7 @@ def _check(
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         rule_part = rule.parts[info.rule]
-        block = math.lcm(
-            info.link.block, info.codec.block, *(plane.block for plane in rule_part.moments if info.trainable)
-        )
+        block = math.lcm(info.link.block, *(plane.block for plane in rule_part.moments)) if info.trainable else 1
         if uses[info.index] > 1:
             raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
         if info.trainable and (rule_part.by_matrix or not rule_part.has_gradients):
