@@ -50,7 +50,8 @@ HOST_SHARE = 0.95
 """The plan of the largest host is also the plan of a host if it takes at most this share of the host memory."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    name: PRESETS[name.lower()]
+    # Without a quantization: frozen bases of all models are planned alike, in bf16 or nf4.
+    name: {key: value for key, value in PRESETS[name.lower()].items() if key != "quantization_config"}
     for name in (
         "SmolLM2-135M", "SmolLM2-1.7B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-0.6B",
         "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Mistral-7B",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,10 +169,18 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
     others = [info for info in infos if not info.trainable and not info.is_quantized]
     small = [info for info in others if not info.can_be_quantized]
     stacked = [info for info in small if info.by_expert and info.is_vector]
-    named = [info.name for info in others if info.can_be_quantized]
+    named = _without_layer_numbers(info.name for info in others if info.can_be_quantized)
     named += [f"{counted(len(stacked), 'stack')} of expert vectors"] if stacked else []
     named += [f"{len(small) - len(stacked)} vectors and small matrices"] if len(small) > len(stacked) else []
     return "; ".join([*filter(None, [files]), *parts, f"others unquantized: {', '.join(named) or 'none'}"])
+
+
+def _without_layer_numbers(names: Iterable[str]) -> list[str]:
+    """Return names with a star for the numbers that differ: layers have the same parameters."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return [pattern if len(same) > 1 else same[0] for pattern, same in by_pattern.items()]
 
 
 def num_replicas(settings: Settings, comm: Comm) -> int:

@@ -6,8 +6,10 @@ The reference is transformers code where this runs on a CPU, and numpy otherwise
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,9 +49,9 @@ def deepseek(**settings: Any) -> Any:
     return t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**sizes, **SPECIAL, **experts, **_LATENT))
 
 
-def gpt_oss() -> Any:
+def gpt_oss(**settings: Any) -> Any:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
-    return t.GptOssForCausalLM(t.GptOssConfig(**SIZES, **SPECIAL, **experts))
+    return t.GptOssForCausalLM(t.GptOssConfig(**SIZES | settings, **SPECIAL, **experts))
 
 
 def fp8(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
@@ -183,11 +185,18 @@ FORMATS: dict[str, tuple[Callable[..., tuple[Members, Tensor]], dict[str, Any]]]
 
 
 def quantized(
-    folder: Path, kind: str, make: Callable[[], Any] | None = None, dtype: torch.dtype = torch.bfloat16
+    folder: Path,
+    kind: str,
+    make: Callable[[], Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    leave: str = "(?!)",
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write a random model with quantized block matrices to `folder`, and the dequantized model to `folder`-plain.
 
-    Returns `folder`.
+    `leave`: expression for names of unquantized weights. `settings`: changes of the configuration entry. Returns
+    `folder`.
     """
     plain, (encode, quantization) = folder.with_name(f"{folder.name}-plain"), FORMATS[kind]
     torch.manual_seed(3)
@@ -203,7 +212,7 @@ def quantized(
         stem = name.removesuffix(".weight")
         experts = kind == "mxfp4" and value.dim() == 3
         is_matrix = value.dim() == 2 and ".layers." in name and not name.endswith(("gate.weight", "router.weight"))
-        if experts or (kind != "mxfp4" and is_matrix):
+        if (experts or (kind != "mxfp4" and is_matrix)) and not re.search(leave, name):
             members, values[name] = encode(value.float(), dtype)
             coded |= {f"{name if experts else stem}{end}": tensor.clone() for end, tensor in members.items()}
         else:
@@ -213,5 +222,5 @@ def quantized(
         {name: value.contiguous() for name, value in values.items()}, plain / "model.safetensors", {"format": "pt"}
     )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {**quantization, **settings}}))
     return folder

@@ -134,6 +134,11 @@ UNKNOWN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]]
         lambda its, _: its.__delitem__("model.layers.0.mlp.up_proj.weight_packed"),
         "up_proj.weight_scale but no .*up_proj.weight: download the folder",
     ),
+    "exponents": (
+        "fp8",
+        lambda its, _: its.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 2, dtype=torch.uint8)}),
+        "has dtype torch.uint8, where only floating-point scales",
+    ),
     "grid": (
         "fp8",
         lambda its, _: its.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}),

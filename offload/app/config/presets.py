@@ -38,6 +38,12 @@ _GEMMA3: Shape = {
 _GPT_OSS: Shape = {
     "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "head_dim": 64,
     "max_position_embeddings": 131072, "num_experts_per_tok": 4, "sliding_window": 128,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
 }  # fmt: skip
 _TIED: Shape = {"tie_word_embeddings": True}
 PUBLISHED: dict[str, Shape] = {

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.doors import Door
@@ -54,6 +56,26 @@ class QuantizedTensor(ABC):
         return self.records(0, math.prod(entry.shape)).view(-1, self.codec.record_bytes)
 
 
+@dataclass(frozen=True)
+class PlannedWeight:
+    """A tensor of a model that `save_pretrained` would write, in a folder without files yet."""
+
+    name: str
+    """Name in the files."""
+    shape: tuple[int, ...]
+    """Shape in the files."""
+    module_name: str
+    """Name of the module in the model."""
+    module: nn.Module
+    key: str
+    """Name of the parameter in the module."""
+
+    @property
+    def file_name(self) -> str:
+        """Module name by the files, which may differ from the model's: an expert with its own tensors."""
+        return self.name.rpartition(".")[0]
+
+
 class Format(ABC):
     """Storage format for quantized weights in a folder, by `quant_method` in the configuration:
 
@@ -76,6 +98,19 @@ class Format(ABC):
     @abstractmethod
     def readers(self, files: Mapping[str, TensorFile], folder: Path) -> dict[str, TensorFile | QuantizedTensor]:
         """Return the reader for each weight by name, given the files by tensor name. Raises ConfigError, DiskError."""
+
+    def planned_readers(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        weights: Sequence[PlannedWeight],  # noqa: ARG002
+        path: Path,
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> dict[str, TensorFile | QuantizedTensor]:
+        """Return readers like those of a folder with these weights, whose values are unknown. Raises ConfigError.
+
+        `path`: the configuration, for messages. `dtype`: dtype of unquantized weights.
+        """
+        raise ConfigError(f"{path} is quantized as {self.title}, which cannot be planned without weight files.")
 
 
 FORMATS: Door[type[Format]] = Door("quantized format", {})
@@ -117,11 +152,16 @@ def find_format(folder: Path, quantization: Mapping[str, Any]) -> Format:
             raise ConfigError("in an unknown format")
         return FORMATS[method](quantization)
     except ConfigError as error:
-        raise ConfigError(
-            f"the model in {folder} is quantized ({method}) {error}, which is not supported. Supported: "
-            f"{known_formats()}. Give the folder of the unquantized model, or let transformers dequantize it once: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize(), and save_pretrained."
-        ) from None
+        raise unsupported_error(folder, method, str(error)) from None
+
+
+def unsupported_error(folder: Path, method: str, feature: str) -> ConfigError:
+    """Return the error for a folder or a configuration with an unsupported `feature`, such as "as fp4"."""
+    return ConfigError(
+        f"the model in {folder} is quantized ({method}) {feature}, which is not supported. Supported: "
+        f"{known_formats()}. Give the folder of the unquantized model, or let transformers dequantize it once: "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize(), and save_pretrained."
+    )
 
 
 def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, Any] | None) -> dict[str, Any]:

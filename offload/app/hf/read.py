@@ -24,15 +24,19 @@ from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.names import (
     CannotStream,
     Shape,
+    drop_tied,
     drop_unimportant,
     plan_reading,
+    plan_writing,
     recompute_buffers,
     stays_fp32,
     tied_names,
     untie,
 )
 from offload.app.hf.quantized import (
+    PlannedWeight,
     QuantizedTensor,
+    find_format,
     first_dtype,
     open_folder,
     quantization_settings,
@@ -283,6 +287,24 @@ def quantized_parameters(model: nn.Module, folder: Path, quantization: Mapping[s
     finally:
         for file in files.values():
             file.close()
+
+
+def planned_parameters(
+    model: nn.Module, path: Path, quantization: Mapping[str, Any], dtype: torch.dtype
+) -> dict[nn.Parameter, Codec]:
+    """Return the parameters that a folder with this configuration stores quantized, and their codecs, without a folder.
+
+    Weights have the names and shapes that `save_pretrained` writes. `model`: on `meta`. `path`: the configuration, for
+    messages. `dtype`: dtype of unquantized weights. Raises ConfigError, CannotStream.
+    """
+    metas = {name: torch.empty(each.shape, device="meta") for name, each in model.state_dict(keep_vars=True).items()}
+    weights = []
+    for conversion in plan_writing(model, drop_tied(model, metas))[0]:
+        module_name, _, key = conversion.sources[0].rpartition(".")
+        module = model.get_submodule(module_name)
+        weights += [PlannedWeight(name, shape, module_name, module, key) for name, shape in conversion.outputs.items()]
+    readers = find_format(path, quantization).planned_readers(model, weights, path, dtype)
+    return quantized_codecs(model, find_sources(model, path, readers)[0])
 
 
 def _embeddings(model: nn.Module) -> set[int]:

@@ -25,8 +25,9 @@ from offload.app.hf.models import (
     model_kind,
     trained_config,
 )
+from offload.app.hf.names import CannotStream
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.hf.read import quantized_parameters
+from offload.app.hf.read import planned_parameters, quantized_parameters
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
@@ -244,6 +245,8 @@ class Forecaster:
     _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
+    _unplanned: str = ""
+    """Why a quantization in the configuration is not planned; empty: planned, or none."""
 
     @cached_property
     def _architecture(self) -> Any:
@@ -254,16 +257,14 @@ class Forecaster:
     def _built(self) -> BuiltModel:
         """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
-        model, quantized = empty_model(section, architecture), dict[nn.Parameter, Codec]()
+        model = empty_model(section, architecture)
         freezes = self.config.lora.adapts or self.config.optimizer.freeze
         # The folder is looked for only where it decides: a resumed run may lack it.
         is_loaded = section.init == "pretrained" or is_pretrained(section, locate(section))
         is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
         if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
             model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
-        quantization = quantization_settings(architecture)
-        if quantization is not None and (folder := self._quantized_folder) is not None:
-            quantized |= quantized_parameters(model, folder, quantization)
+        quantized = self._find_quantized(model, is_loaded, is_stand_in)
         if self.config.lora.adapts:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
             adaptation.check_tier(self.config.offload.parameters)
@@ -273,13 +274,36 @@ class Forecaster:
         freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, quantized=quantized)
 
-    @cached_property
-    def _quantized_folder(self) -> Path | None:
-        """Folder with the quantized weights; None: not quantized, or built without weights."""
-        if quantization_settings(self._architecture) is None:
-            return None
-        folder = locate(self.config.model)
-        return folder if is_pretrained(self.config.model, folder) else None
+    def _find_quantized(self, model: nn.Module, is_loaded: bool, is_stand_in: bool) -> dict[nn.Parameter, Codec]:
+        """Return the quantized parameters of the model files, or of files that the configuration stands for.
+
+        Records why a quantization in the configuration is left out. Raises ConfigError, DiskError.
+        """
+        section, quantization = self.config.model, quantization_settings(self._architecture)
+        if quantization is None:
+            return {}
+        if is_loaded and (folder := locate(section)) is not None:
+            return quantized_parameters(model, folder, quantization)
+        if not self.config.lora.adapts:
+            reason = "only an adapter trains over quantized weights. Set --lora.rank, such as 16, to plan one."
+        elif not is_stand_in:
+            reason = (
+                f"{section.label} has no weight files, so the run begins with random weights. Set --model.path to the "
+                "folder with the weights, or plan for a described machine (--hardware)."
+            )
+        else:
+            try:
+                dtype = self._architecture.dtype or torch.bfloat16
+                if found := planned_parameters(model, Path(section.label), quantization, dtype):
+                    return found
+                reason = f"this format has no place for a weight of {type(model).__name__}."
+            except (ConfigError, CannotStream) as error:
+                reason = str(error)
+        self._unplanned = (
+            f"the quantization in the configuration ({quantization_method(quantization)}) is not planned, the plan is "
+            f"for unquantized weights: {reason}"
+        )
+        return {}
 
     @property
     def num_made(self) -> int:
@@ -328,13 +352,8 @@ class Forecaster:
             notes.append("the device uses the host's memory: moving states to the host frees no memory.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
             notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
-        quantization = quantization_settings(self._architecture)
-        if quantization is not None and self._quantized_folder is None:
-            notes.append(
-                f"the quantization in the configuration ({quantization_method(quantization)}) is not planned, because "
-                f"{config.model.label} has no weight files: the plan is for unquantized weights. Set --model.path to "
-                "the folder with the weights."
-            )
+        if self._unplanned:
+            notes.append(self._unplanned)
         workload = None if isinstance(work, str) else work
         if workload is not None and (text := describe_experts(prepared.structure, workload)):
             notes.append(text)

@@ -11,12 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from offload.app.hf.quantized import Format, QuantizedTensor, known_formats, model_dtype
+from offload.app.hf.quantized import (
+    FLOATS,
+    Format,
+    PlannedWeight,
+    QuantizedTensor,
+    known_formats,
+    model_dtype,
+    quantization_method,
+    unsupported_error,
+)
 from offload.errors import ConfigError
 from offload.extras.quant import file_codecs as codec
 from offload.extras.quant.codecs import dynamic_map, nf4_levels
 from offload.extras.quant.file_codecs import BitsandbytesNf4Codec, FileCodec, TiledCodec, rounding
+from offload.extras.quant.planned_files import (
+    PlannedFile,
+    Select,
+    empty,
+    is_expert,
+    is_linear,
+    target_of,
+    unless_skipped,
+)
 from offload.files.safetensors_file import TensorEntry, TensorFile
 from offload.files.sources import ReopenFile
 
@@ -134,7 +154,45 @@ class TensorFormat(Format):
     def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         """Return one weight, given the tensors by name suffix and the model dtype. Raises ConfigError, DiskError."""
 
+    @abstractmethod
+    def selector(self, model: nn.Module) -> Select:
+        """Return which weights of a model the configuration quantizes.
+
+        Raises ConfigError with a part that is not supported without files.
+        """
+
+    @abstractmethod
+    def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the file tensors of one weight by name suffix. Raises ConfigError with the unsupported feature.
+
+        Values matter only where `assemble` reads them; the others are on `meta`.
+        """
+
+    def planned_readers(
+        self, model: nn.Module, weights: Sequence[PlannedWeight], path: Path, dtype: torch.dtype
+    ) -> dict[str, TensorFile | QuantizedTensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            is_quantized = self.selector(model)
+            for weight in weights:
+                if not is_quantized(weight):
+                    tensors[weight.name] = empty(weight.shape, dtype)
+                    continue
+                if not weight.name.endswith(self.weight):
+                    raise ConfigError(f"with {weight.name} in one tensor")
+                stem = weight.name.removesuffix(self.weight)
+                tensors |= {stem + end: each for end, each in self.planned_members(weight, dtype).items()}
+        except ConfigError as error:
+            raise unsupported_error(path, quantization_method(self._quantization), str(error)) from None
+        return self._readers(dict.fromkeys(tensors, PlannedFile(path, tensors)), path, dtype)
+
     def readers(self, files: Mapping[str, TensorFile], folder: Path) -> dict[str, TensorFile | QuantizedTensor]:
+        return self._readers(files, folder, None)
+
+    def _readers(
+        self, files: Mapping[str, TensorFile], folder: Path, dtype: torch.dtype | None
+    ) -> dict[str, TensorFile | QuantizedTensor]:
+        """Return the readers. `dtype`: of unquantized weights; None: the one of the folder."""
         readers: dict[str, TensorFile | QuantizedTensor] = dict(files)
         stems = [name.removesuffix(self.marker) for name in files if name.endswith(self.marker)]
         members_by_stem = {
@@ -143,7 +201,7 @@ class TensorFormat(Format):
         }
         for member in (member for members in members_by_stem.values() for member in members.values()):
             del readers[member.key]
-        dtype = model_dtype(folder, readers)
+        dtype = dtype or model_dtype(folder, readers)
         for stem, members in members_by_stem.items():
             try:
                 shape, codec_, parts = self.assemble(members, dtype)
@@ -167,6 +225,18 @@ class BlockFp8(TensorFormat):
         block = self._quantization.get("weight_block_size")
         return _assemble_grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
 
+    def selector(self, model: nn.Module) -> Select:
+        told = self._quantization
+        if told.get("modules_to_convert") or told.get("expert_dtype", "fp8") != "fp8":
+            raise ConfigError("with quantized embeddings, or with experts in fp4")
+        skipped = told.get("modules_to_not_convert", told.get("ignored_layers"))
+        return unless_skipped(model, skipped, lambda weight: is_linear(weight) or is_expert(weight))
+
+    def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        block = self._quantization.get("weight_block_size")
+        scales = torch.ones(1) if block is None else empty(_grid(weight.shape, block), torch.float32)
+        return {".weight": empty(weight.shape, torch.float8_e4m3fn), ".weight_scale_inv": scales}
+
 
 class GptOss(TensorFormat):
     """mxfp4 for all experts in a layer at once, with each matrix transposed."""
@@ -182,6 +252,17 @@ class GptOss(TensorFormat):
         mxfp4 = codec.Mxfp4Codec(32 * blocks, columns, rounding(dtype))
         parts = [RecordPart(member, size) for member, size in zip((exponents, codes), mxfp4.fields, strict=True)]
         return (num, mxfp4.rows, columns), mxfp4, parts
+
+    def selector(self, model: nn.Module) -> Select:
+        skipped = self._quantization.get("modules_to_not_convert")
+        return unless_skipped(model, skipped, lambda weight: is_expert(weight) and len(weight.shape) == 3)
+
+    def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        num, rows, columns = weight.shape
+        if rows % 32:
+            raise ConfigError(f"with {weight.name} of {rows} rows, not a multiple of 32")
+        shape = num, columns, rows // 32
+        return {"_blocks": empty((*shape, 16), torch.uint8), "_scales": empty(shape, torch.uint8)}
 
 
 class BitsAndBytes(TensorFormat):
@@ -226,6 +307,29 @@ class BitsAndBytes(TensorFormat):
         parts = [RecordPart(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
         offset = torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
         return shape, nested, [*parts, SharedPart(offset)]
+
+    def selector(self, model: nn.Module) -> Select:
+        if any(isinstance(module, Conv1D) for module in model.modules()):
+            raise ConfigError("in layers of class Conv1D")
+        skipped = self._quantization.get("llm_int8_skip_modules")
+        return unless_skipped(model, skipped, lambda weight: is_linear(weight))
+
+    def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        numel = math.prod(weight.shape)
+        state = {"shape": list(weight.shape), "dtype": str(dtype).removeprefix("torch."), "blocksize": 64}
+        members = {
+            ".weight": empty((-(-numel // 2), 1), torch.uint8),
+            ".weight.absmax": empty((-(-numel // 64),), torch.float32),
+            ".weight.quant_map": nf4_levels(),
+        }
+        if self._quantization.get("bnb_4bit_use_double_quant"):
+            state |= {"nested_blocksize": 256, "nested_offset": 0.0}
+            members |= {
+                ".weight.absmax": empty((-(-numel // 64),), torch.uint8),
+                ".weight.nested_absmax": empty((-(-numel // (64 * 256)),), torch.float32),
+                ".weight.nested_quant_map": dynamic_map(),
+            }
+        return members | {self.marker: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
 
 
 class CompressedTensors(TensorFormat):
@@ -278,6 +382,47 @@ class CompressedTensors(TensorFormat):
         numbers = codec.INT4 if bits == 4 else codec.PACKED8
         return _assemble_grid(f"{numbers.label} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
 
+    def selector(self, model: nn.Module) -> Select:  # noqa: ARG002
+        ignored = self._quantization.get("ignore") or ()
+        return lambda weight: (
+            weight.key != "bias" and self._group(weight) is not None and target_of(weight, ignored) is None
+        )
+
+    def _group(self, weight: PlannedWeight) -> Mapping[str, Any] | None:
+        """Return the group of the configuration for a weight. None: not quantized."""
+        groups = (self._quantization.get("config_groups") or {}).values()
+        by_target = {target: group for group in groups for target in group.get("targets") or ()}
+        target = target_of(weight, by_target)
+        return by_target[target] if target is not None and by_target[target].get("weights") else None
+
+    def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        group, shape = self._group(weight) or {}, weight.shape
+        told, rows, width = group["weights"], math.prod(shape[:-1]), shape[-1]
+        size, bits = told.get("group_size"), told.get("num_bits", 8)
+        by_size = "tensor" if size is None else "group" if size > 0 else "channel"
+        strategy = told.get("strategy") or ("block" if told.get("block_structure") else by_size)
+        tiles = {"group": (1, size), "channel": (1, width), "block": told.get("block_structure")}
+        scale_dtype = getattr(torch, str(told.get("scale_dtype") or dtype).removeprefix("torch."))
+        if strategy == "tensor":
+            scales = torch.ones(1, dtype=scale_dtype)
+        elif (tile := tiles.get(strategy)) is None or not all(tile):
+            raise ConfigError(f"with a scale by {strategy}")
+        else:
+            scales = empty(_grid(shape, tile), scale_dtype)
+        if (group.get("format") or self._quantization.get("format")) != "pack-quantized":
+            number = torch.float8_e4m3fn if told.get("type") == "float" else torch.int8
+            return {".weight": empty(shape, number), self.marker: scales}
+        return {
+            ".weight_packed": empty((rows, -(-width * bits // 32)), torch.int32),
+            ".weight_shape": torch.tensor(shape),
+            self.marker: scales,
+        }
+
+
+def _grid(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of scales for a matrix, with one scale per tile."""
+    return -(-math.prod(shape[:-1]) // tile[0]), -(-shape[-1] // tile[1])
+
 
 def _assemble_grid(
     label: str,
@@ -292,6 +437,8 @@ def _assemble_grid(
 
     `block`: rows and columns per tile in the configuration; they need not divide the matrix. None: equal tiles.
     """
+    if scales.dtype not in FLOATS:
+        raise _unsupported_error(scales, f"has dtype {scales.dtype}, where only floating-point scales are supported")
     rows, width = math.prod(shape[:-1]), shape[-1]
     is_per_matrix = math.prod(scales.shape) == 1
     grid = (1, 1) if is_per_matrix else (math.prod(scales.shape[:-1]), scales.shape[-1])
