@@ -215,7 +215,9 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     if quantized:
         quantized_bytes = sum(r.travelling_bytes for r in quantized)
         exact_bytes = sum(r.weight_bytes for r in quantized)
-        num_quantized, num_trainable = (sum(len(r.parameters) for r in some) for some in (quantized, trainable))
+        num_quantized, num_trainable = (
+            len({index for region in some for index in region.parameters}) for some in (quantized, trainable)
+        )
         notes.append(
             f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
             f"{format_bytes(quantized_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "

@@ -20,6 +20,8 @@ from offload.extras.plan.memory import OPERATIONS
 from offload.extras.plan.routed import routed_experts
 from offload.extras.plan.workload import Workload
 from offload.layout.regions import align
+from offload.layout.sharding import Sharding
+from offload.planning.plan import describe_links
 from offload.planning.settings import Settings
 
 NUM_EXPERTS, CHOICES = 8, 2
@@ -81,6 +83,8 @@ def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int,
         model = AutoModelForCausalLM.from_config(MIXTURE)
     settings = Settings(placement=Placement(experts="streamed"), link_weights=link)
     structure = Structure.of(model, settings, Comm(), {})
+    said = f"approximate: 10 of {len(structure.infos)} trainable parameters are copied in int8"
+    assert describe_links(structure.regions, Sharding()).startswith(said if link == "int8" else "")
     found = routed_experts(structure, Workload((), 1, tokens))
     torch.manual_seed(0)
     draws = [torch.rand(tokens, NUM_EXPERTS).topk(CHOICES).indices.unique().numel() for _ in range(300)]
