@@ -123,14 +123,17 @@ def test_fp8_selects_the_modules_that_transformers_replaces(model: str, skipped:
     assert found == wanted
 
 
-QUICK = ("mxfp4", "nf4")
+QUICK = (("mxfp4", torch.bfloat16), ("nf4", torch.float16))
+
+
+PLANS = [(kind, dtype) for kind in FORMATS for dtype in (torch.bfloat16, torch.float16)]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in FORMATS]
+    ("kind", "dtype"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in PLANS]
 )
-def test_the_plan_of_a_configuration_is_the_plan_of_its_folder(kind: str, tmp_path: Path) -> None:
-    folder = quantized(tmp_path / "base", kind)
+def test_the_plan_of_a_configuration_is_the_plan_of_its_folder(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", kind, dtype=dtype)
     found, wanted = plan(folder / "config.json"), plan(folder)
     assert found.memory == wanted.memory
     assert found.notes == wanted.notes

@@ -238,7 +238,7 @@ class Forecaster:
     machine: Machine | None = None
     """Machine for planning; None: derived from the hardware figures."""
     plans_downloads: bool = False
-    """Plan a model without files, such as a preset, like one downloaded in bf16."""
+    """Plan a model without files, such as a preset, like one downloaded, in the dtype of its configuration or bf16."""
     document_share: float | None = None
     """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
@@ -262,7 +262,8 @@ class Forecaster:
         # The folder is looked for only where it decides: a resumed run may lack it.
         is_loaded = section.init == "pretrained" or is_pretrained(section, locate(section))
         is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
-        if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
+        files_dtype = architecture.dtype or (torch.bfloat16 if is_stand_in else None)
+        if freezes and (is_loaded or is_stand_in) and files_dtype == torch.bfloat16:
             model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
         quantized = self._find_quantized(model, is_loaded, is_stand_in)
         if self.config.lora.adapts:

@@ -33,6 +33,7 @@ from offload.extras.quant.planned_files import (
     Select,
     empty,
     is_expert,
+    is_grouped_linear,
     is_linear,
     target_of,
     unless_skipped,
@@ -230,7 +231,8 @@ class BlockFp8(TensorFormat):
         if told.get("modules_to_convert") or told.get("expert_dtype", "fp8") != "fp8":
             raise ConfigError("with quantized embeddings, or with experts in fp4")
         skipped = told.get("modules_to_not_convert", told.get("ignored_layers"))
-        return unless_skipped(model, skipped, lambda weight: is_linear(weight) or is_expert(weight))
+        kinds = (is_linear, is_grouped_linear, is_expert)
+        return unless_skipped(model, skipped, lambda weight: any(is_kind(weight) for is_kind in kinds))
 
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:  # noqa: ARG002
         block = self._quantization.get("weight_block_size")
@@ -312,7 +314,7 @@ class BitsAndBytes(TensorFormat):
         if any(isinstance(module, Conv1D) for module in model.modules()):
             raise ConfigError("in layers of class Conv1D")
         skipped = self._quantization.get("llm_int8_skip_modules")
-        return unless_skipped(model, skipped, lambda weight: is_linear(weight))
+        return unless_skipped(model, skipped, is_linear)
 
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         numel = math.prod(weight.shape)

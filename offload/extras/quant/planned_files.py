@@ -50,10 +50,14 @@ def unless_skipped(model: nn.Module, skipped: Sequence[str] | None, select: Sele
 
 
 def is_linear(weight: PlannedWeight) -> bool:
-    """Return whether the weight is the matrix of a linear layer, also of one with several groups."""
-    kind = type(weight.module)
-    is_grouped = isinstance(weight.module, nn.Linear) and "GroupedLinear" in kind.__name__
-    return weight.key == "weight" and (kind is nn.Linear or is_grouped)
+    """Return whether the weight is the matrix of a linear layer, not of a class made from it."""
+    return weight.key == "weight" and type(weight.module) is nn.Linear
+
+
+def is_grouped_linear(weight: PlannedWeight) -> bool:
+    """Return whether the weight is the matrix of several linear layers beside each other (DeepSeek-V4)."""
+    is_grouped = isinstance(weight.module, nn.Linear) and "GroupedLinear" in type(weight.module).__name__
+    return weight.key == "weight" and is_grouped
 
 
 def is_expert(weight: PlannedWeight) -> bool:
