@@ -290,7 +290,7 @@ class Forecaster:
         elif not is_stand_in:
             reason = (
                 f"{section.label} has no weight files, so the run begins with random weights. Set --model.path to the "
-                "folder with the weights, or plan for a described machine (--hardware)."
+                "folder with the weights."
             )
         else:
             try:
