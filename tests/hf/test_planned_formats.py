@@ -61,7 +61,7 @@ def by_files(folder: Path) -> dict[str, Codec]:
 
 def by_configuration(folder: Path) -> dict[str, Codec]:
     file = folder / "config.json"
-    return codecs(file, lambda model, told: planned_parameters(model, file, told, torch.bfloat16))
+    return codecs(file, lambda model, told: planned_parameters(model, model, file, told, torch.bfloat16))
 
 
 def plan(path: Path) -> Forecast:
@@ -144,6 +144,17 @@ def test_the_plan_of_a_configuration_is_the_plan_of_its_folder(kind: str, dtype:
 
 def _weights(**values: Any) -> dict[str, Any]:
     return {"config_groups": {"one": {**_INT8, "weights": {**_INT8["weights"], **values}}}}
+
+
+def test_a_reward_model_has_a_head_that_is_not_in_the_files(tmp_path: Path) -> None:
+    folder, sizes = quantized(tmp_path / "base", "int8"), []
+    for path in (folder, folder / "config.json"):
+        config = Config.load(None, {"model.path": str(path), "train.method": "reward", **LORA})
+        built = Forecaster(config, 1, plans_downloads=True)._built
+        names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+        sizes.append({names[id(parameter)]: codec for parameter, codec in built.quantized.items()})
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) == 14
 
 
 UNPLANNED: list[tuple[str, str, dict[str, Any], str]] = [

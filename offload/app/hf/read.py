@@ -290,20 +290,21 @@ def quantized_parameters(model: nn.Module, folder: Path, quantization: Mapping[s
 
 
 def planned_parameters(
-    model: nn.Module, path: Path, quantization: Mapping[str, Any], dtype: torch.dtype
+    model: nn.Module, written: nn.Module, path: Path, quantization: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[nn.Parameter, Codec]:
     """Return the parameters that a folder with this configuration stores quantized, and their codecs, without a folder.
 
-    Weights have the names and shapes that `save_pretrained` writes. `model`: on `meta`. `path`: the configuration, for
-    messages. `dtype`: dtype of unquantized weights. Raises ConfigError, CannotStream.
+    `model`, `written`: the trained model and the model in the files, on `meta`. Weights have the names and shapes that
+    `save_pretrained` gives to those of `written`. `path`: the configuration, for messages. `dtype`: of unquantized
+    weights. Raises ConfigError, CannotStream.
     """
-    metas = {name: torch.empty(each.shape, device="meta") for name, each in model.state_dict(keep_vars=True).items()}
+    metas = {name: torch.empty(each.shape, device="meta") for name, each in written.state_dict(keep_vars=True).items()}
     weights = []
-    for conversion in plan_writing(model, drop_tied(model, metas))[0]:
+    for conversion in plan_writing(written, drop_tied(written, metas))[0]:
         module_name, _, key = conversion.sources[0].rpartition(".")
-        module = model.get_submodule(module_name)
+        module = written.get_submodule(module_name)
         weights += [PlannedWeight(name, shape, module_name, module, key) for name, shape in conversion.outputs.items()]
-    readers = find_format(path, quantization).planned_readers(model, weights, path, dtype)
+    readers = find_format(path, quantization).planned_readers(written, weights, path, dtype)
     return quantized_codecs(model, find_sources(model, path, readers)[0])
 
 

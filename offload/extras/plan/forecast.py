@@ -249,9 +249,13 @@ class Forecaster:
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
 
     @cached_property
+    def _files_architecture(self) -> Any:
+        """Configuration of the model in the files."""
+        return self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+
+    @cached_property
     def _architecture(self) -> Any:
-        architecture = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
-        return trained_config(architecture, self.config.train.method)
+        return trained_config(self._files_architecture, self.config.train.method)
 
     @cached_property
     def _built(self) -> BuiltModel:
@@ -294,8 +298,9 @@ class Forecaster:
             )
         else:
             try:
+                written = empty_model(section, self._files_architecture)  # a reward model has another head
                 dtype = self._architecture.dtype or torch.bfloat16
-                if found := planned_parameters(model, Path(section.label), quantization, dtype):
+                if found := planned_parameters(model, written, Path(section.label), quantization, dtype):
                     return found
                 reason = f"this format has no place for a weight of {type(model).__name__}."
             except (ConfigError, CannotStream) as error:
