@@ -34,7 +34,7 @@ EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-compared wheels soak fuzz lint type bench
-.PHONY: mutations sanitize check clean offline upstream docs wheel bits shape
+.PHONY: mutations real-size sanitize check clean offline upstream docs wheel bits shape
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -56,6 +56,7 @@ help:
 	@echo "make mutations break the engine on purpose, in each of many ways: tests of the quick run have to fail (ARGS=\"NAME ...\")"
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
+	@echo "make real-size models of 3 to 120 G parameters on this machine, beside their plans (PART=\"3b 8b\" FOLDER=/data)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter, the measure of plain prose"
 	@echo "make type      mypy"
@@ -213,6 +214,11 @@ wheel: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.adam $(ARGS)
+
+FOLDER ?= /tmp/real-size
+# Hours for all parts; a quiet machine, with 70 GiB free in FOLDER.
+real-size: $(READY)
+	$(BIN)/python -m benchmarks.real_size $(PART) --folder $(FOLDER)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -1,0 +1,324 @@
+"""Models of 3 to 120 G parameters, trained on a machine with few cores and no GPU, beside the plans of the runs.
+
+make real-size PART="3b 8b" FOLDER=/data     # all parts without PART; hours
+
+Each run is a process of `python -m offload.train`. The weights are random; nothing is downloaded. A part adds its runs
+to benchmarks/results/real_size.json, where the last two of each kind stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.real_size_folders import write_mxfp4, write_nf4
+from offload.app.config.presets import PRESETS
+from offload.errors import format_bytes
+from offload.extras.tools.benches.report import machine, versions
+
+RESULT = Path(__file__).parent / "results" / "real_size.json"
+RUNS_KEPT = 2
+SILENCE_S = 10.0
+"""The longest time without output that counts as none."""
+LANES = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "nvme_read": "nvme_read_bytes", "nvme_write": "nvme_write_bytes"}
+"""Counters of a step in metrics.jsonl, by lane."""
+ON_DISK = {
+    "offload.parameters": "nvme",
+    "offload.optimizer": "nvme",
+    "offload.gradients": "nvme",
+}
+COMMON = {
+    "train.batch_size": 1,
+    "train.precision": "bf16",
+    "checkpoint.every": "none",
+    "checkpoint.export": "false",
+    "data.eval_share": 0,
+}
+
+
+# -- one run -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watch:
+    """Samples of a process, its output and its files, twice a second."""
+
+    process: subprocess.Popen[str]
+    nvme: Path
+    kill_at: str = ""
+    """Kill the process when a line of output contains this text. Empty: never."""
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    private_bytes: int = 0
+    """Most private memory of the process: without pages of files."""
+    disk_bytes: int = 0
+    """Most bytes of the states' files in `nvme`."""
+
+    def run(self) -> float:
+        """Wait for the end, and return the seconds."""
+        begin = time.monotonic()
+        sampler = threading.Thread(target=self._sample, daemon=True)
+        sampler.start()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic() - begin, line.rstrip()))
+            print(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}", file=sys.stderr, flush=True)
+            if self.kill_at and self.kill_at in line:
+                self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        sampler.join()
+        return time.monotonic() - begin
+
+    def _sample(self) -> None:
+        status = Path(f"/proc/{self.process.pid}/status")
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):  # it has ended
+                found = re.search(r"RssAnon:\s+(\d+) kB[\s\S]*RssShmem:\s+(\d+) kB", status.read_text())
+                if found:
+                    self.private_bytes = max(self.private_bytes, 1024 * (int(found[1]) + int(found[2])))
+                self.disk_bytes = max(self.disk_bytes, sum(map(size_of, self._state_files())))
+            time.sleep(0.5)
+
+    def _state_files(self) -> list[Path]:
+        """Return the open files of states, which have no names: nothing is left on disk after a crash."""
+        found = []
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()).startswith(str(self.nvme)):
+                    found.append(link)
+        return found
+
+    def second_of(self, text: str, *, last: bool = False) -> float:
+        """Return the time of the first (or last) line with a text; NaN: there is none."""
+        times = [second for second, line in self.lines if text in line]
+        return times[-1 if last else 0] if times else float("nan")
+
+    @property
+    def longest_silence(self) -> tuple[float, str]:
+        """The longest time without a line, and the line before."""
+        pairs = zip(self.lines, self.lines[1:], strict=False)
+        return max(((after[0] - before[0], before[1]) for before, after in pairs), default=(0.0, ""))
+
+
+def size_of(path: Path) -> int:
+    """Return the allocated bytes of a file; 0 if it has gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def base_bytes() -> int:
+    """Return the private memory of a process with torch, transformers and the program, before a model."""
+    code = (
+        "import re, torch, offload.train, offload.engine.engine; from transformers import LlamaForCausalLM;"
+        "torch.mm(torch.ones(512, 512), torch.ones(512, 512));"
+        "print(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return 1024 * int(done.stdout)
+
+
+def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str = "") -> dict[str, Any]:
+    """Train in a process of its own. Return figures of the run beside figures of the run's plan."""
+    run, nvme = folder / name, folder / "nvme"
+    nvme.mkdir(parents=True, exist_ok=True)
+    words = {**COMMON, "data.source": folder / "text.txt", "offload.nvme_dir": nvme, "run.dir": run} | dict(settings)
+    command = [sys.executable, "-m", "offload.train"]
+    for key, value in words.items():
+        command += [f"--{key}", str(value)]
+    print(f"{name}: {' '.join(command[1:])}", file=sys.stderr)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    watch = Watch(subprocess.Popen(command, env=environment, **output), nvme, kill_at)  # type: ignore[call-overload]
+    seconds = watch.run()
+    if watch.process.returncode and not kill_at:
+        raise SystemExit(f"{name} ended with {watch.process.returncode}: {watch.lines[-1][1]}")
+    return {"command": " ".join(command[1:]), **figures(run, watch, seconds)}
+
+
+def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
+    """Return the figures of a run, with figures of the plan as `plan`."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    plan = json.loads((run / "plan.json").read_text())
+    silence, before = watch.longest_silence
+    ends = [watch.second_of(f"step {step['step']}/") for step in steps]
+    return {
+        "steps": len(steps),
+        "losses": [step["loss"] for step in steps],
+        "seconds": {
+            "whole": round(seconds, 1),
+            "opening": round(watch.second_of("recording the model"), 1),
+            "first step": round(ends[0] - watch.second_of("recording the model"), 1) if ends else None,
+            "steady step": round(statistics.median([step["step_seconds"] for step in steps[1:]] or [0]), 2),
+            "longest silence": round(silence, 1),
+        },
+        "longest silence after": before if silence > SILENCE_S else "",
+        "private bytes": watch.private_bytes,
+        "device bytes": max(step["peak_device_bytes"] for step in steps),
+        "host bytes": max(step["peak_host_bytes"] for step in steps),
+        "disk bytes": watch.disk_bytes,
+        "lane bytes": {lane: steps[-1][counter] for lane, counter in LANES.items()},
+        "plan": {
+            "device bytes": plan["tiers"]["device"]["bytes"],
+            "host bytes": plan["tiers"].get("cpu", {}).get("bytes", 0),
+            "disk bytes": plan["tiers"].get("nvme", {}).get("bytes", 0),
+            "operation bytes": plan["operations_bytes"],
+            "loading bytes": plan["loading_bytes"],
+            "steady step": plan["step_seconds"],
+            "lane bytes": plan.get("lane_bytes"),
+        },
+    }
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+
+def whole_life(preset: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Full training on disk: with fp32 moments; with two budgets of the device; killed, resumed and exported.
+
+    A checkpoint beside states with fp32 moments would need 24 bytes a parameter on disk, so the moments are int8 there.
+    """
+    full = {**ON_DISK, "model.preset": preset, "data.sequence_length": 256, "offload.host_memory": "6GiB"}
+    fp32 = train(folder, "fp32", {**full, "offload.device_memory": "4GiB", "train.steps": 3})
+    yield f"{preset}, fp32 moments, device 4GiB", fp32
+    full |= {"optimizer.states": "int8", "train.steps": 4}
+    full |= {"checkpoint.every": 2, "checkpoint.keep": 1, "checkpoint.export": "true"}
+    whole: dict[str, Any] = {}
+    for budget in ("4GiB", "2GiB"):
+        name = f"whole-{budget}"
+        whole = train(folder, name, {**full, "offload.device_memory": budget})
+        whole["export"] = digest(folder / name / "hf")
+        shutil.rmtree(folder / name)
+        yield f"{preset}, int8 moments, device {budget}", whole
+    killed = {**full, "offload.device_memory": "2GiB"}
+    train(folder, "killed", killed, kill_at="step 2  saved")
+    resumed = train(folder, "killed", killed)
+    resumed["export"] = digest(folder / "killed" / "hf")
+    resumed["equal to the run that was never killed"] = resumed["export"] == whole["export"]
+    yield f"{preset}, killed after a checkpoint and resumed", resumed
+
+
+def steps_of_8b(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Full training of Llama 3.1 8B with int8 moments."""
+    settings = {**ON_DISK, "model.preset": "8b", "optimizer.states": "int8", "data.sequence_length": 256}
+    settings |= {"offload.device_memory": "4GiB", "offload.host_memory": "2GiB", "train.steps": 2}
+    yield "8b, int8 moments", train(folder, "8b", settings)
+
+
+def adapter_over(
+    write: Callable[[Path, Mapping[str, Any]], None], preset: str, words: Mapping[str, Any], folder: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """An adapter over a base in quantized files, which `write` makes first, with a device of 4 GiB."""
+    base = folder / preset
+    write(base, PRESETS[preset])
+    settings = {**words, "lora.rank": 8, "model.path": base, "offload.parameters": "files", "train.steps": 2}
+    settings |= {"data.sequence_length": 512, "offload.device_memory": "4GiB"}
+    yield f"{preset}, adapter over files", train(folder, "adapter", settings)
+
+
+EXPERTS = {"offload.experts": "streamed", "lora.target_parameters": "mlp.experts.gate_up_proj"}
+LAYERS = {"lora.target_modules": "all-linear"}
+ATTENTION = {"offload.experts": "streamed", "lora.target_modules": "q_proj,k_proj,v_proj,o_proj"}
+GIB = 1 << 30
+
+
+class Part(NamedTuple):
+    """A part of the benchmark."""
+
+    disk_bytes: int
+    memory_bytes: int
+    runs: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]
+    """Makes the runs in a folder: titles and figures."""
+
+
+PARTS = {
+    "3b": Part(60 * GIB, 10 * GIB, partial(whole_life, "3b")),
+    "8b": Part(64 * GIB, 10 * GIB, steps_of_8b),
+    "14b": Part(10 * GIB, 8 * GIB, partial(adapter_over, write_nf4, "qwen3-14b", LAYERS)),
+    "20b": Part(15 * GIB, 8 * GIB, partial(adapter_over, write_mxfp4, "gpt-oss-20b", EXPERTS)),
+    "30b": Part(18 * GIB, 8 * GIB, partial(adapter_over, write_nf4, "qwen3-30b-a3b", EXPERTS)),
+    "120b": Part(65 * GIB, 8 * GIB, partial(adapter_over, write_mxfp4, "gpt-oss-120b", ATTENTION)),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the parts, and add the results to the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/real-size"), help="for bases, states and runs")
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "text.txt")
+    base = base_bytes()
+    for name in arguments.parts or PARTS:
+        part = PARTS[name]
+        check_room(name, folder, part)
+        for title, found in part.runs(folder):
+            found["bytes before a model"] = base
+            add(title, found)
+        for left in folder.iterdir():
+            if left.name not in ("text.txt", "cache"):
+                shutil.rmtree(left)
+
+
+def check_room(name: str, folder: Path, part: Part) -> None:
+    """Raise SystemExit if a part has too little room."""
+    free = shutil.disk_usage(folder).free
+    if free < part.disk_bytes:
+        needed = format_bytes(part.disk_bytes)
+        raise SystemExit(f"part {name} needs {needed} in {folder}, which has {format_bytes(free)} free: set FOLDER=...")
+    available = psutil.virtual_memory().available
+    if available < part.memory_bytes:
+        needed = format_bytes(part.memory_bytes)
+        raise SystemExit(f"part {name} needs {needed} of memory, and {format_bytes(available)} are free")
+
+
+def add(title: str, found: dict[str, Any]) -> None:
+    """Add a run to the result file: the last two of each title stay."""
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
+    results |= {"machine": machine(), "versions": versions()}
+    results["command"] = 'make real-size PART="..."'
+    results["runs"][title] = [*results["runs"].get(title, []), found][-RUNS_KEPT:]
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps({title: found}, indent=1), flush=True)
+
+
+def digest(folder: Path) -> str:
+    """Return a hash over the weights of an exported folder."""
+    whole = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while part := file.read(16 << 20):
+                whole.update(part)
+    return whole.hexdigest()
+
+
+def write_text(path: Path) -> None:
+    """Write the text to train on: the documents of this project."""
+    pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+    path.write_text("\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

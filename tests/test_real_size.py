@@ -1,0 +1,53 @@
+"""The benchmark of real sizes, with small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import real_size
+from benchmarks.real_size_folders import write_mxfp4, write_nf4
+
+SHAPE = {
+    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+OSS = SHAPE | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+QWEN, MOE = SHAPE | {"model_type": "qwen3"}, SHAPE | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4}
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_export(tmp_path: Path) -> None:
+    real_size.write_text(tmp_path / "text.txt")
+    runs = dict(real_size.whole_life("tiny", tmp_path))
+    assert len(runs) == 4
+    killed = runs["tiny, killed after a checkpoint and resumed"]
+    assert killed["equal to the run that was never killed"]
+    for run in runs.values():
+        assert run["disk bytes"] >= run["plan"]["disk bytes"] > 0
+        assert run["private bytes"] > run["host bytes"] + run["device bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "shape", "words"),
+    [(write_mxfp4, OSS, real_size.EXPERTS), (write_nf4, QWEN, real_size.LAYERS), (write_nf4, MOE, real_size.EXPERTS)],
+    ids=["mxfp4", "nf4", "nf4 experts"],
+)
+def test_adapters_train_over_made_folders(
+    write: Callable[[Path, Mapping[str, Any]], None],
+    shape: Mapping[str, Any],
+    words: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real_size.write_text(tmp_path / "text.txt")
+    monkeypatch.setitem(real_size.PRESETS, "made", dict(shape))
+    ((_, run),) = partial(real_size.adapter_over, write, "made", words)(tmp_path)
+    assert run["steps"] == 2
+    assert run["lane bytes"]["nvme_read"] > 0
