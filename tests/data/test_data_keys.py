@@ -23,7 +23,7 @@ from tests.data.asked import files_of, source_of
 
 NOT_IN_THE_KEY = """
 model_path is_pretrained
-sequence_length packing isolated group_by_length stopping_strategy batch_size seed
+sequence_length packing isolated group_by_length rope_limit stopping_strategy batch_size seed
 eval_sources pairs
 cache_dir num_workers progress no_pictures no_answers
 """
@@ -65,6 +65,7 @@ def test_every_argument_with_an_effect_on_tokens_is_in_their_key(
         "eval_share": 0.5,
         "no_pictures": "none",
         "no_answers": "none",
+        "rope_limit": 8,
         "num_workers": 0,
         "cache_dir": tmp_path,
         "progress": print,
