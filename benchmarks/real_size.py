@@ -59,7 +59,7 @@ COMMON = {
 
 @dataclass
 class Watch:
-    """Samples of a process, its output and its files, twice a second."""
+    """Samples a process with output and files, twice a second."""
 
     process: subprocess.Popen[str]
     nvme: Path
@@ -67,9 +67,9 @@ class Watch:
     """Kill the process when a line of output contains this text. Empty: never."""
     lines: list[tuple[float, str]] = field(default_factory=list)
     private_bytes: int = 0
-    """Most private memory of the process: without pages of files."""
+    """Most private memory: pages that no file has."""
     disk_bytes: int = 0
-    """Most bytes of the states' files in `nvme`."""
+    """Most bytes on disk for states."""
 
     def run(self) -> float:
         """Wait for the end, and return the seconds."""
@@ -97,7 +97,7 @@ class Watch:
             time.sleep(0.5)
 
     def _state_files(self) -> list[Path]:
-        """Return the open files of states, which have no names: nothing is left on disk after a crash."""
+        """Return open state files. They have no names, so a crash leaves nothing on disk."""
         found = []
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ class Watch:
         return found
 
     def second_of(self, text: str, *, last: bool = False) -> float:
-        """Return the time of the first (or last) line with a text; NaN: there is none."""
+        """Return when the first (or last) line with a text came; NaN: there is none."""
         times = [second for second, line in self.lines if text in line]
         return times[-1 if last else 0] if times else float("nan")
 
@@ -118,7 +118,7 @@ class Watch:
 
 
 def size_of(path: Path) -> int:
-    """Return the allocated bytes of a file; 0 if it has gone."""
+    """Return the bytes a file takes on disk; 0 if it has gone."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -137,7 +137,7 @@ def base_bytes() -> int:
 
 
 def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str = "") -> dict[str, Any]:
-    """Train in a process of its own. Return figures of the run beside figures of the run's plan."""
+    """Train in an own process. Return measured figures beside planned figures."""
     run, nvme = folder / name, folder / "nvme"
     nvme.mkdir(parents=True, exist_ok=True)
     words = {**COMMON, "data.source": folder / "text.txt", "offload.nvme_dir": nvme, "run.dir": run} | dict(settings)
@@ -155,7 +155,7 @@ def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str 
 
 
 def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
-    """Return the figures of a run, with figures of the plan as `plan`."""
+    """Return measured figures, with planned figures under `plan`."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((run / "plan.json").read_text())
     silence, before = watch.longest_silence
@@ -305,7 +305,7 @@ def add(title: str, found: dict[str, Any]) -> None:
 
 
 def digest(folder: Path) -> str:
-    """Return a hash over the weights of an exported folder."""
+    """Return a hash over exported weights."""
     whole = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -22,7 +22,7 @@ _MIDDLE_EXPONENT, _EXPONENTS = 119, 4
 """Scales of mxfp4 blocks are 2 ** (e - 127), for e from 119 to 122: weights of 0.004 to 0.2."""
 
 Members = Iterator[tuple[str, torch.Tensor]]
-"""The stored tensors of a weight, by name."""
+"""Stored tensors, by name."""
 Encoder = Callable[[str, tuple[int, ...]], Members]
 
 
@@ -61,7 +61,7 @@ def write_nf4(folder: Path, shape: Mapping[str, Any]) -> None:
 def write(
     folder: Path, shape: Mapping[str, Any], quantization: Mapping[str, Any], encoder_of: Callable[[str], Encoder]
 ) -> None:
-    """Write random weights, each by the encoder of the name, in shards of 4 GiB, the index, and a tokenizer."""
+    """Write random weights, each by the encoder for the name, in shards of 4 GiB, the index, and a tokenizer."""
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     shape = {**shape, "dtype": "bfloat16"}
@@ -125,7 +125,7 @@ def mxfp4(name: str, shape: tuple[int, ...]) -> Members:
 
 
 def nf4(name: str, shape: tuple[int, ...]) -> Members:
-    """Yield a matrix in the tensors of bitsandbytes: codes, coded scales and the scales of these."""
+    """Yield a matrix as bitsandbytes stores it: codes, coded scales and their scales."""
     numel = shape[0] * shape[1]
     state = {
         "quant_type": "nf4",
