@@ -199,6 +199,29 @@ def test_a_compiled_block_holds_outputs_of_products_and_repeats_the_rest() -> No
     assert compiled.products is None
 
 
+class Forgets(nn.Module):
+    """A module that drops a part of the graph, as DoRA drops the gradient of norms."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            (x.exp() * 2).sin()
+        return self.inner(x)
+
+
+def test_dropped_parts_of_a_graph_are_not_kept() -> None:
+    """Break: keep the sizes of freed tensors, whose places other tensors take: each forecast had other bytes."""
+    settings, model = Settings(placement=Placement("cpu", "cpu")), build(llama)
+    _, wanted = told(model, settings)
+    for layer in model.model.layers:
+        layer.mlp = Forgets(layer.mlp)
+    _, found = told(model, settings)
+    assert [call.saved_bytes for call in found.calls] == [call.saved_bytes for call in wanted.calls]
+
+
 def test_padding_takes_a_mask() -> None:
     (_, plain), (_, padded) = told(build(llama), Settings()), told(build(llama), Settings(), is_padded=True)
     assert waiting_bytes(padded) - waiting_bytes(plain) == pytest.approx(ROWS * LENGTH * LENGTH, rel=0.1)

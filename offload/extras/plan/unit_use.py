@@ -6,6 +6,7 @@ Modules able to run over sequence tiles are found by trial runs with small CPU c
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -194,6 +195,8 @@ class UnitMeasurements:
             unsaved.pop(storage, None)
             seen.add(storage)
             if storage not in known and not is_number(tensor):
+                if storage not in saved:  # a part of the graph may be dropped, and its memory used by other tensors
+                    weakref.finalize(tensor.untyped_storage(), saved.pop, storage).atexit = False
                 saved[storage] = tensor.untyped_storage().nbytes()
 
         before, cost = counter.begin(), counter.cost
@@ -204,14 +207,15 @@ class UnitMeasurements:
             cost = cost + forward_cost if isinstance(forward, TiledForward) else counter.cost
         differentiable = [t.requires_grad for t in recomputed]
         keeps_graph = not saved and has_only_torch_nodes(recomputed)
+        saved_sizes = list(saved.values())
         _run_backward(unit, recomputed, gradients)
         work = replace(
             NO_WORK,
             forward=forward_cost,
             backward=counter.cost - cost,
-            saved_bytes=sum(saved.values()),
+            saved_bytes=sum(saved_sizes),
             unsaved_bytes=sum(unsaved.values()),
-            leaving_bytes=sum(size for size in saved.values() if size >= SMALLEST_BYTES),
+            leaving_bytes=sum(size for size in saved_sizes if size >= SMALLEST_BYTES),
             forward_temporary_bytes=forward_bytes,
             backward_temporary_bytes=counter.peak_bytes - before,
             result_bytes=result_bytes,
