@@ -146,6 +146,28 @@ def _weights(**values: Any) -> dict[str, Any]:
     return {"config_groups": {"one": {**_INT8, "weights": {**_INT8["weights"], **values}}}}
 
 
+def test_a_folder_without_its_weights_yet_is_planned_like_its_configuration(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", "int8")
+    wanted = by_files(folder)
+    (folder / "model.safetensors").unlink()
+    forecaster = Forecaster(Config.load(None, {"model.path": str(folder), **LORA}), 1, plans_downloads=True)
+    assert list(forecaster._built.quantized.values()) == list(wanted.values())
+
+
+@pytest.mark.parametrize("name", ["base", "base-plain"])
+def test_a_folder_whose_configuration_names_no_dtype_is_planned_as_stored(name: str, tmp_path: Path) -> None:
+    quantized(tmp_path / "base", "int8")
+    file, dtypes = tmp_path / name / "config.json", []
+    for removed in ("nothing", "dtype"):
+        config = json.loads(file.read_text())
+        config.pop(removed, None)
+        file.write_text(json.dumps(config))
+        forecaster = Forecaster(Config.load(None, {"model.path": str(tmp_path / name), **LORA}), 1)
+        dtypes.append([parameter.dtype for parameter in forecaster._built.model.parameters()])
+    assert dtypes[0] == dtypes[1]
+    assert torch.bfloat16 in dtypes[0]
+
+
 def test_a_reward_model_has_a_head_that_is_not_in_the_files(tmp_path: Path) -> None:
     folder, sizes = quantized(tmp_path / "base", "int8"), []
     for path in (folder, folder / "config.json"):

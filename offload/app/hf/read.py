@@ -276,6 +276,19 @@ def quantized_codecs(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn
     return {state[name]: each.codec for name, each in sources.items() if isinstance(each, QuantizedSource)}
 
 
+def stored_dtype(folder: Path, quantization: Mapping[str, Any] | None) -> torch.dtype:
+    """Return the dtype of parameters from a folder whose configuration names none, without reading weights.
+
+    Raises ConfigError, DiskError.
+    """
+    files = open_folder(weight_files(folder), folder, quantization)
+    try:
+        return first_dtype(folder, files)
+    finally:
+        for file in files.values():
+            file.close()
+
+
 def quantized_parameters(model: nn.Module, folder: Path, quantization: Mapping[str, Any]) -> dict[nn.Parameter, Codec]:
     """Return the parameters stored quantized in a folder, and their codecs, without reading weights.
 

@@ -27,7 +27,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.names import CannotStream
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.hf.read import planned_parameters, quantized_parameters
+from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
@@ -238,7 +238,7 @@ class Forecaster:
     machine: Machine | None = None
     """Machine for planning; None: derived from the hardware figures."""
     plans_downloads: bool = False
-    """Plan a model without files, such as a preset, like one downloaded, in the dtype of its configuration or bf16."""
+    """Plan a model without weight files, such as a preset, like a download in the configuration's dtype, or bf16."""
     document_share: float | None = None
     """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
@@ -263,11 +263,8 @@ class Forecaster:
         section, architecture = self.config.model, self._architecture
         model = empty_model(section, architecture)
         freezes = self.config.lora.adapts or self.config.optimizer.freeze
-        # The folder is looked for only where it decides: a resumed run may lack it.
-        is_loaded = section.init == "pretrained" or is_pretrained(section, locate(section))
-        is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
-        files_dtype = architecture.dtype or (torch.bfloat16 if is_stand_in else None)
-        if freezes and (is_loaded or is_stand_in) and files_dtype == torch.bfloat16:
+        is_loaded, is_stand_in = self._origin()
+        if freezes and self._files_dtype(is_loaded, is_stand_in) == torch.bfloat16:
             model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
         quantized = self._find_quantized(model, is_loaded, is_stand_in)
         if self.config.lora.adapts:
@@ -278,6 +275,28 @@ class Forecaster:
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, quantized=quantized)
+
+    def _origin(self) -> tuple[bool, bool]:
+        """Return whether weights are read from files, and whether they are planned like a download."""
+        section = self.config.model
+        if section.init == "pretrained":  # the folder is looked for only where it decides: a resumed run may lack it
+            return True, False
+        folder = locate(section)
+        is_loaded = is_pretrained(section, folder)
+        has_files = folder is not None and any(any(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin"))
+        is_stand_in = self.plans_downloads and section.init == "auto" and not (is_loaded and has_files)
+        return is_loaded and not is_stand_in, is_stand_in
+
+    def _files_dtype(self, is_loaded: bool, is_stand_in: bool) -> torch.dtype | None:
+        """Return the dtype of the weights in the model files, or in files that the configuration stands for.
+
+        None: no files. Raises ConfigError, DiskError.
+        """
+        if not (is_loaded or is_stand_in):
+            return None
+        if is_loaded and self._architecture.dtype is None and (folder := locate(self.config.model)) is not None:
+            return stored_dtype(folder, quantization_settings(self._architecture))
+        return self._architecture.dtype or torch.bfloat16
 
     def _find_quantized(self, model: nn.Module, is_loaded: bool, is_stand_in: bool) -> dict[nn.Parameter, Codec]:
         """Return the quantized parameters of the model files, or of files that the configuration stands for.
