@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -131,6 +132,17 @@ def is_left_to_another_rank(error: BaseException) -> bool:
 def errno_text(code: int) -> str:
     """Return the system text and the name for an error number."""
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
+
+
+def system_code(error: BaseException) -> int | None:
+    """Return the error number of a failed system call. None: another failure.
+
+    Libraries in Rust (safetensors, tokenizers) raise errors of their own, with the number in the text alone.
+    """
+    if isinstance(error, OSError):
+        return error.errno or 0
+    in_text = None if isinstance(error, OffloadError) else re.search(r"\(os error (\d+)\)", str(error))
+    return int(in_text[1]) if in_text else None
 
 
 def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +31,7 @@ from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.files.extra_files import check_extra_files
 from offload.files.sources import FORMAT, MODEL_FORMATS
+from offload.files.temporary_files import files_written
 from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, ERROR, MASTER, STALE
@@ -439,9 +440,8 @@ def _built_dtypes(engine: EngineState) -> dict[str, Any]:
 
 def _configuration(engine: EngineState) -> dict[str, bytes]:
     """Return the files that describe the original model configuration, by name."""
-    with TemporaryDirectory() as folder, engine.caches.with_original_flags():
-        MODEL_FORMATS[FORMAT].write_configuration(engine.model, Path(folder))
-        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+    with engine.caches.with_original_flags():
+        return files_written(partial(MODEL_FORMATS[FORMAT].write_configuration, engine.model))
 
 
 def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> None:

@@ -13,6 +13,7 @@ refuses io_uring; and slower Python threads, without C++. An `IoEngine` selects 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -414,7 +415,7 @@ def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, move
             "the file, and the missing data are lost."
         )
         return DiskError(message, 0, path, offset, num_bytes)
-    return DiskError(f"{transfer} failed{_because(code)}", code, path, offset, num_bytes)
+    return DiskError(f"{transfer} failed{because(code, path)}", code, path, offset, num_bytes)
 
 
 def sync_path(path: Path) -> None:
@@ -431,12 +432,24 @@ def disk_error(
 ) -> DiskError:
     """Return the DiskError for a failed system call, with an operation name such as "the opening"."""
     code = error.errno or 0
-    return DiskError(f"{operation} of {path} failed{_because(code)}", code, path, offset, num_bytes)
+    return DiskError(f"{operation} of {path} failed{because(code, path)}", code, path, offset, num_bytes)
 
 
-def _because(code: int) -> str:
+def because(code: int, path: Path) -> str:
+    """Return the reason for a failure with `path`, as the end of a sentence: the system's words, the free bytes of a
+    full disk, and advice.
+    """
+    free = _free_text(path) if code == errno.ENOSPC else ""
     advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-    return f": {errno_text(code)}{advice}."
+    return f": {errno_text(code)}{free}{advice}."
+
+
+def _free_text(path: Path) -> str:
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            status = os.statvfs(place)
+            return f", with {format_bytes(status.f_bavail * status.f_frsize)} free"
+    return ""
 
 
 def _locked_memory() -> str:

@@ -80,7 +80,7 @@ def small_disk(tmp_path):
 def test_a_full_disk(kind, small_disk):
     with IoEngine(kind, block_bytes=MIB) as engine:
         file = engine.open(small_disk / "file", num_bytes=MIB)
-        with pytest.raises(DiskError, match="No space left on device .*the file system is full: free space") as caught:
+        with pytest.raises(DiskError, match="ENOSPC.*, with .* free; the file system is full: free space") as caught:
             engine.write(file, 0, pages(32 * MIB, 1)).wait()
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.offset % MIB == 0

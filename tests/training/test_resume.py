@@ -473,7 +473,7 @@ def test_a_last_save_that_fails_is_an_error_after_the_export(
 ) -> None:
     monkeypatch.setattr(Engine, "begin_checkpoint", Mock(side_effect=DiskError("no room", 28, Path("there"))))
     with pytest.raises(
-        DiskError, match=r"the last step, 3, could not be saved, .*: No space left .*Make room"
+        DiskError, match=r"the last step, 3, could not be saved, .*: No space left .*make room, and train on from .*hf"
     ) as caught:
         run("run", **{"checkpoint.every": 1})
     assert "no room" not in str(caught.value), "the note says it, once for each step"

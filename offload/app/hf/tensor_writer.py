@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import xxhash
 
-from offload.errors import DiskError, errno_text, format_bytes
+from offload.errors import DiskError, format_bytes
 from offload.files.safetensors_file import DTYPES, PIECE_BYTES, ReadRange, TensorEntry, as_bytes
+from offload.native.io import because
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
@@ -93,7 +94,7 @@ class TensorFileWriter:
     def _failed(self, error: OSError) -> DiskError:
         code = error.errno or errno.EIO
         size = format_bytes(self._num_bytes)
-        return DiskError(f"{self.path} ({size}) cannot be written: {errno_text(code)}.", code, self.path)
+        return DiskError(f"{self.path} ({size}) cannot be written{because(code, self.path)}", code, self.path)
 
 
 def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:

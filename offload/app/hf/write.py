@@ -7,6 +7,7 @@ folder appears complete under the final name, or not at all.
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import os
@@ -32,12 +33,12 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from offload.app.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
 from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
-from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, shorten, warn
+from offload.errors import ConfigError, DiskError, OffloadError, counted, format_bytes, shorten, system_code, warn
 from offload.files.atomic_folder import clear, replace_folder
 from offload.files.extra_files import check_extra_files
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, tensor_reader
 from offload.files.sources import SHARD_BYTES, ReadValues
-from offload.native.io import sync_path
+from offload.native.io import because, sync_path
 from offload.tiers.host import trim_heap
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -269,6 +270,8 @@ def _write_custom_files(model: nn.Module, folder: Path) -> None:
         try:
             save(temporary, state_dict={})
         except Exception as error:
+            if system_code(error) in (errno.ENOSPC, errno.EDQUOT):
+                raise
             warn(
                 f"{type(model).__name__} overrides save_pretrained, and its version fails without weights "
                 f"({type(error).__name__}: {error}): {folder} lacks the additional files of that version."
@@ -346,13 +349,12 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
                 warn(f"{folder} held {user_names[0]}, which no export has, and was renamed to {backup}.")
             else:
                 shutil.rmtree(previous)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        in_text = re.search(r"os error (\d+)", str(error))  # safetensors names the number in its text only
-        if isinstance(error, OffloadError) or not (isinstance(error, OSError) or in_text):
+        code = system_code(error)
+        if code is None or isinstance(error, OffloadError):
             raise
-        code = int(in_text[1]) if in_text else getattr(error, "errno", 0) or 0
-        raise DiskError(f"{folder} cannot be written: {errno_text(code)}.", code, folder) from error
+        raise DiskError(f"{folder} cannot be written{because(code, folder)}", code, folder) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.lanes.timeline import Span
+from offload.native.io import disk_error
 
 FIRST_STEPS = 3  # include the first pass with fetches on demand, and the step distributing spare memory
 LAST_STEPS = 10
@@ -73,12 +74,14 @@ class Trace:
             self._slowest = [max([*self._slowest, self._last.popleft()], key=lambda step: step.seconds)]
 
     def write(self) -> None:
-        """Write the file atomically. Raises OSError."""
+        """Write the file atomically. Raises DiskError."""
         partial = self._path.with_name(f"{self._path.name}.partial")
         try:
             text = json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()})
             partial.write_bytes(gzip.compress(text.encode()))
             partial.replace(self._path)
+        except OSError as error:
+            raise disk_error("the write", self._path, error) from error
         finally:
             partial.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.engine import Engine
-from offload.errors import DiskError, errno_text, format_bytes
+from offload.errors import DiskError, OffloadError, common, errno_text, format_bytes, is_common
 from offload.files.atomic_folder import remove
 from offload.files.directories import free_bytes
 
@@ -195,21 +195,39 @@ class Saves:
             is_reported = self._failed_step == step
             self.failure, self._failed_step = error, step
             if self._section.on_error == "stop":
-                raise
+                raise self.ending_error(step, error) from error
             if not is_reported:
-                self._say(f"note: step {step} could not be saved, {self._last_saved}: {error}")
+                self._say(f"note: {self._describe(step, error)}")
+
+    def ending_error(self, step: int, error: DiskError) -> OffloadError:
+        """Return the error for a run that ends because a step could not be saved, with the way to go on."""
+        text = f"{self._describe(step, error)} {self._way_on}"
+        ending = DiskError(text, error.errno or 0, error.path, error.offset, error.num_bytes)
+        return common(ending) if is_common(error) else ending
 
     def unsaved_error(self, step: int, exported: Path | None) -> DiskError:
         """Return the error for a completed run without a saved last step."""
         assert self.failure is not None
         where = f"; it is exported to {exported}" if exported is not None else ""
         reason = errno_text(self.failure.errno) if self.failure.errno else "a disk failed"
+        way_on = self._way_on
+        if self.last_step is None and exported is not None:
+            way_on = f"There is nothing to resume: make room, and train on from {exported} with another --run.dir."
         return DiskError(
             f"the last step, {step}, could not be saved, {self._last_saved}: {reason}, as the note above says{where}. "
-            "Make room and start the same command again.",
+            f"{way_on}",
             self.failure.errno or 0,
             self.failure.path,
         )
+
+    def _describe(self, step: int, error: DiskError) -> str:
+        size = format_bytes(self._needs.states_bytes)
+        return f"step {step} could not be saved, {self._last_saved}: {error} A checkpoint takes about {size}."
+
+    @property
+    def _way_on(self) -> str:
+        goes_on = "begins anew" if self.last_step is None else f"goes on from step {self.last_step}"
+        return f"Make room and start the same command again: it {goes_on}."
 
     @property
     def _last_saved(self) -> str:

@@ -40,7 +40,7 @@ from offload.distributed.joining import open_comm
 from offload.distributed.outcomes import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError, common, counted
+from offload.errors import ConfigError, DiskError, InterruptedRun, OffloadError, common, counted
 from offload.native.io import disk_error
 
 
@@ -357,7 +357,10 @@ class Trainer:
         text = f"interrupted by {self._stop.name} after step {self._run_progress.num_done}{of}"
         if not self._run_progress.num_done:
             raise common(InterruptedRun(f"{text}: there was nothing to save."))
-        self._save_last()
+        try:
+            self._save_last()
+        except DiskError as error:
+            raise self._saves.ending_error(self._run_progress.num_done, error) from error
         if self._evaluations.is_due or self._run_progress.num_done == self.config.train.steps:
             self._evaluations.evaluate_last(self._engine)
         again = f"The same command with --run.dir {folder.path} goes on from there."

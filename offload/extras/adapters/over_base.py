@@ -6,8 +6,8 @@ import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ from offload.extras.adapters.adapters import (
     write_adapter,
 )
 from offload.extras.adapters.residual import to_bytes
+from offload.files.temporary_files import files_written
 from offload.optim.adamw import AdamW
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -190,9 +191,7 @@ class AdapterOverBase(TrainablePart):
 
     def files(self, model: Any) -> Mapping[str, bytes]:
         """Return the base and adapter configurations, and the products removed from the base."""
-        with TemporaryDirectory() as folder:
-            write_configuration(model.get_base_model(), Path(folder))
-            configuration = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+        configuration = files_written(partial(write_configuration, model.get_base_model()))
         initial = {INITIAL: to_bytes(self.removed)} if self.removed else {}
         return {**configuration, CONFIG: config_bytes(model), **initial}
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from offload.errors import ConfigError
-from offload.native.io import sync_path
+from offload.errors import ConfigError, system_code
+from offload.native.io import because, sync_path
 
 T = TypeVar("T")
 
@@ -35,15 +35,17 @@ def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Ca
                 return load(root / name)
             _build(root, name, build)
             return load(root / name)
-    except OSError as error:
+    except Exception as error:
+        if system_code(error) is None:
+            raise
         raise unusable(root, error) from error
 
 
-def unusable(folder: Path, error: OSError) -> ConfigError:
+def unusable(folder: Path, error: Exception) -> ConfigError:
     """Return the error for a data cache that cannot be written."""
-    return ConfigError(
-        f"The data cache {folder} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another folder."
-    )
+    code = system_code(error)
+    reason = because(code, folder) if code else f": {error}."
+    return ConfigError(f"The data cache {folder} cannot be used{reason} Set XDG_CACHE_HOME to another folder.")
 
 
 def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:

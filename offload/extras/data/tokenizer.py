@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.extras.data.sources import hash_text
 from offload.files.pointers import refuse_pointers
+from offload.files.temporary_files import files_written
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
@@ -54,9 +54,7 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
     # The files name the way in which a tokenizer was loaded, and a reader may load it from the hub.
     getattr(getattr(tokenizer, "tokenizer", tokenizer), "init_kwargs", {})["local_files_only"] = False
     has_several = isinstance(getattr(tokenizer, "chat_template", None), dict)  # as files they would need a subfolder
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder, save_jinja_files=not has_several)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    return files_written(lambda folder: tokenizer.save_pretrained(folder, save_jinja_files=not has_several))
 
 
 _preloaded: dict[tuple[Any, ...], Any] = {}

@@ -33,6 +33,7 @@ from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.moved_buffers import digests_of
 from offload.errors import ConfigError
+from offload.extras.data.cache import unusable
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.sources import hash_text
 from offload.extras.prefs.losses import LogProbs
@@ -202,10 +203,7 @@ def _open_cache(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+b")
     except OSError as error:
-        raise ConfigError(
-            f"The data cache {path.parent} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another "
-            "folder."
-        ) from error
+        raise unusable(path.parent, error) from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a second process waits, and then finds all values
         yield stream
