@@ -15,7 +15,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
-from offload.integrations.saving import share_write_errors, state_of
+from offload.integrations.saving import complete_or_absent, share_write_errors, state_of
 from offload.integrations.wrap import engage
 
 require_libraries("accelerate")
@@ -155,14 +155,18 @@ class OffloadAccelerator(Accelerator):
         if own is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         handle = self.register_save_state_pre_hook(_drop_weights)
-        self._is_saving = True
-        try:
-            with share_write_errors(own.engine, Path(output_dir or self.project_dir or ".")):
-                place = super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            self._is_saving = False
-            handle.remove()
-        own.save(Path(place) / FOLDER)
+        folder = Path(output_dir or ".")
+        if self.project_configuration.automatic_checkpoint_naming:
+            folder = Path(self.project_dir or ".") / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        with complete_or_absent(folder, is_writer=self.is_main_process):
+            self._is_saving = True
+            try:
+                with share_write_errors(own.engine, folder):
+                    place = super().save_state(output_dir, safe_serialization, **kwargs)
+            finally:
+                self._is_saving = False
+                handle.remove()
+            own.save(Path(place) / FOLDER)
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,10 +15,12 @@ from torch import nn
 
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
-from offload.errors import DiskError, OffloadError
+from offload.errors import DiskError, OffloadError, format_bytes
 from offload.native.io import disk_error
 
 _MAKING = ".offload-export"
+_OF_TORCH_SAVE = re.compile("inline_container|iostream error|PytorchStreamWriter")
+"""Words of torch.save after a failed write; it names neither the path nor the reason."""
 
 
 def weights_dtype(model: nn.Module) -> torch.dtype | None:
@@ -50,6 +53,29 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
                     if old.name not in own:
                         old.unlink()
             making.rmdir()
+
+
+@contextmanager
+def complete_or_absent(folder: Path, *, is_writer: bool) -> Iterator[None]:
+    """Context for writing a new folder. After a failure the rank that writes (`is_writer`) removes it.
+
+    Raises DiskError for a failed write of another library.
+    """
+    is_new = not folder.exists()
+    try:
+        yield
+    except BaseException as error:
+        found = error
+        if isinstance(error, OSError) and not isinstance(error, DiskError):
+            found = disk_error("the write", folder, error)
+        elif isinstance(error, RuntimeError) and _OF_TORCH_SAVE.search(str(error)):
+            free = format_bytes(shutil.disk_usage(folder.parent).free)
+            found = DiskError(f"torch.save cannot write to {folder}, with {free} free: {error}.", 0, folder)
+        if is_new and is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+        if found is error:
+            raise
+        raise found from error
 
 
 @contextmanager

@@ -24,11 +24,17 @@ from torch import nn
 from offload.engine.assemble import disable_checkpointing
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, DiskError, warn
 from offload.integrations import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
-from offload.integrations.saving import adapters_state, export_into, share_write_errors, weights_dtype
+from offload.integrations.saving import (
+    adapters_state,
+    complete_or_absent,
+    export_into,
+    share_write_errors,
+    weights_dtype,
+)
 from offload.integrations.wrap import give_back, open_engine
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
@@ -37,7 +43,7 @@ require_libraries("transformers", "accelerate")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator, refuse_others  # noqa: E402
 
@@ -223,7 +229,9 @@ class OffloadMixin(_Base):
         if not self._is_engaged:
             super().save_model(output_dir, _internal_call)
             return
-        self._save(output_dir)
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        with complete_or_absent(folder, is_writer=self.args.should_save):
+            self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -248,6 +256,18 @@ class OffloadMixin(_Base):
                 if speaker is not None:
                     speaker.save_pretrained(folder)
                 torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Like Trainer._save_checkpoint, but complete or absent: a run is resumed from the newest folder."""
+        run = Path(self._get_output_dir(trial=trial))
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            with complete_or_absent(folder, is_writer=self.args.should_save):
+                super()._save_checkpoint(model, trial, *args, **kwargs)
+        except DiskError as error:
+            last = get_last_checkpoint(str(run))
+            way_on = f"resume_from_checkpoint=True goes on from {last}" if last else "there is no checkpoint yet"
+            raise DiskError(f"{error} Make room: {way_on}.", error.errno or 0, error.path) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own = self._own_optimizer
