@@ -87,14 +87,18 @@ class UnitPlan:
         return [tuple(record) for _, record in groupby(self.regions, key=lambda region: region.units)]
 
 
-def summed_regions(regions: Iterable[Region], units: Iterable[UnitPlan], passes: int) -> frozenset[int]:
+def summed_regions(regions: Iterable[Region], units: Iterable[UnitPlan], passes: int, splits: bool) -> frozenset[int]:
     """Return the indices of the regions whose gradients accumulate on the host in fp32.
 
-    These are all trainable regions over several passes. In one pass these are the row blocks of weights that several
-    layers share: gradients of a block arrive in the backward of each layer.
+    These are all trainable regions over several passes, and beside streamed experts that train on several micro-batches
+    (`splits`): gradients of an expert arrive once per micro-batch. Otherwise these are the row blocks of weights that
+    several layers share: gradients of a block arrive in the backward of each layer.
     """
+    units = list(units)
+    of_experts = (region for unit in units if unit.in_records for region in unit.regions)
+    arrive_often = passes > 1 or (splits and any(region.trainable for region in of_experts))
     shared = (region for unit in units if unit.num_layers > 1 for region in unit.regions)
-    return frozenset(region.index for region in (regions if passes > 1 else shared) if region.trainable)
+    return frozenset(region.index for region in (regions if arrive_often else shared) if region.trainable)
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
@@ -224,7 +228,7 @@ def plan_memory(
     """
     common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
-    on_host = summed_regions(regions, units, passes)
+    on_host = summed_regions(regions, units, passes, splits)
     waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
     for region in regions:
         if region.index in in_files:

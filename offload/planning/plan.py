@@ -472,7 +472,7 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             left = min(left, request.free.host_bytes) + request.free.model_bytes
             left = max(0, left - bytes_on(HOST, allocations))
         device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
-    on_host = summed_regions(request.regions, request.units, request.settings.passes)
+    on_host = summed_regions(request.regions, request.units, request.settings.passes, request.settings.splits)
     device_limits = device_bytes, full_device_bytes
     plan = Plan(residence, rings, overlap, update, ahead, *device_limits, allocations, unlimited, on_host)
     if num_sharing is not None:

@@ -247,6 +247,18 @@ def of_ranks(experts: str, rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
         return weights(engine)
 
 
+@pytest.mark.parametrize("trained", ["factors", "experts"])
+def test_sums_over_micro_batches_are_planned_where_experts_train(trained: str) -> None:
+    """Break: sum the gradients of all factors on the host; leave the sums out of the plan."""
+    model = adapted("gpt_oss", dimensions=ODD) if trained == "factors" else build(mixture("gpt_oss"))
+    with Engine(model, RULE, streamed(), precision="bf16", micro_batch_size=2, prefetch=0) as engine:
+        engine.step(tokens(0))
+        planned = {each.name: each.num_bytes for each in parts_of(engine).plan.allocations if each.tier == "cpu"}
+        assert planned == tier_bytes(engine, "cpu")
+        elements = sum(region.numel for region in parts_of(engine).regions if region.trainable)
+        assert planned["gradients"] == elements * (2 if trained == "factors" else 4)
+
+
 def test_two_ranks_train_as_with_whole_experts() -> None:
     """Quantization blocks lie over borders of experts, and experts over borders of ranks.
 

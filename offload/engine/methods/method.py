@@ -138,16 +138,14 @@ class Backward(Method):
     """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
 
     def prepare(self) -> None:
-        self._splits, self._streams_experts = self._settings.splits, self._state.runner.stages.fetches_per_micro_batch
+        self._splits = self._settings.splits
 
     def own_loop(self) -> Backward:
         return self
 
     def step(self, inputs: PassInputs) -> StepResult:
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
-        # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
-        copies_per_micro_batch = self._losses.is_called_per_micro_batch or self._streams_experts
-        several_copies = self._splits and copies_per_micro_batch
+        several_copies = self._splits and self._losses.is_called_per_micro_batch
         self.make_room(None if several_copies else self._state.plan.summed)
         if self._state.updates.measures_first:
             return self._step_in_two_passes(inputs)

@@ -421,7 +421,7 @@ class OriginalForward(Stage):
     """The last stage: the forward of the module."""
 
     num_graphs = 0
-    needs_short_recording = fetches_per_micro_batch = False
+    needs_short_recording = False
     description, compiled = "", frozenset[type]()
 
     def __init__(self) -> None:

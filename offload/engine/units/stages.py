@@ -133,11 +133,6 @@ class Stage:
         """True if recording with a few tokens can find properties missed with many tokens."""
         return self.inner.needs_short_recording
 
-    @property
-    def fetches_per_micro_batch(self) -> bool:
-        """True if some weights are fetched once per micro-batch, not once per use."""
-        return self.inner.fetches_per_micro_batch
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the original forwards in trials during the context."""

@@ -289,8 +289,6 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 class ExpertStreams(Stage):
     """Expert streaming for all layers of an engine. Left out if experts are fetched whole."""
 
-    fetches_per_micro_batch = True
-
     def __init__(self, inner: Stage, experts: Sequence[Unit], state: Any) -> None:
         """The device memory of the plan holds two records with overlap, else one. `state`: the `EngineState`."""
         super().__init__(inner)
