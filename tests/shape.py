@@ -33,9 +33,9 @@ from tests.prose import Measure
 ROOT = Path(__file__).parents[1]
 CORE, APPLICATION = "core", "application"
 RINGS = {
-    CORE: "offload.__init__ offload.accelerators offload.arguments offload.checkpoint offload.conflicts "
-    "offload.distributed offload.doors offload.engine offload.errors offload.extras offload.files offload.interrupts "
-    "offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
+    CORE: "offload.__init__ offload.accelerators offload.amounts offload.arguments offload.checkpoint "
+    "offload.conflicts offload.distributed offload.doors offload.engine offload.errors offload.extras offload.files "
+    "offload.interrupts offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
     "offload.planning offload.retired offload.schedule offload.setting_texts "
     "offload.sizes offload.tiers",
     APPLICATION: "offload.__main__ offload.app offload.export offload.train",

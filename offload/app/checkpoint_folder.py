@@ -13,7 +13,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.app.telemetry.progress import byte_progress
+from offload.amounts import Tally
+from offload.app.telemetry.progress import work_progress
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.writer import foreign_names
@@ -141,8 +142,10 @@ def checkpoints_of(path: Path) -> Checkpoints | None:
 
 def verify_with_progress(folder: Path) -> str:
     """Verify a checkpoint with a progress bar. Return a summary. Raises CheckpointError."""
-    with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as report:
-        reader.verify(report)
+    with Reader(folder) as reader, work_progress() as tell:
+        tally = Tally(reader.num_bytes)
+        tell(f"verifying {folder.name}", tally)
+        reader.verify(tally.add)
         about = f"{len(reader.contents):,} parameters and buffers, {format_bytes(reader.num_bytes)}"
         return f"{about}; all checksums agree"
 

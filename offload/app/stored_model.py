@@ -22,7 +22,7 @@ from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.models import attention_options, folder_config, model_kind
 from offload.app.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
 from offload.app.hf.write import ExportResult, write_model
-from offload.app.telemetry.progress import byte_progress
+from offload.app.telemetry.progress import work_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
@@ -189,11 +189,10 @@ def export_stored(
             def read(name: str, begin: int, end: int) -> torch.Tensor:
                 return weights.source(name).read(begin, end)
 
-            return write_with_progress("exporting", model, read, out, dtype, shard_bytes, weights.files())
+            return write_with_progress(model, read, out, dtype, shard_bytes, weights.files())
 
 
 def write_with_progress(
-    label: str,
     model: nn.Module,
     read: ReadValues,
     out: Path,
@@ -202,14 +201,10 @@ def write_with_progress(
     files: Mapping[str, bytes],
 ) -> ExportResult:
     """Call `write_model` with a progress bar. shard_bytes: maximum size per weight file; None for one file."""
-    with byte_progress(label, sum(parameter.nbytes for parameter in model.parameters())) as report:
-
-        def get(name: str, begin: int, end: int) -> torch.Tensor:
-            value = read(name, begin, end)
-            report(value.nbytes)
-            return value
-
-        return write_model(model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=files)
+    with work_progress() as tell:
+        return write_model(
+            model, read, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=files, tell=tell
+        )
 
 
 def tokenizer_files(reader: Reader, others: Collection[str] = ()) -> dict[str, bytes]:

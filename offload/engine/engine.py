@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload.amounts import Amount
 from offload.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
@@ -118,9 +119,15 @@ class Engine(StateAccess):
     def __repr__(self) -> str:
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
-    def tell_stages(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with the name of each stage that a new kind of batch needs before the step, when it begins."""
-        self._steps.tell = tell
+    def tell_stages(self, tell: Callable[[str, Callable[[], Amount]], None]) -> None:
+        """Call `tell` when a long stage begins: those that a new kind of batch needs before the step, and reads and
+        writes of files. `tell` gets a name, and a function for the amount of work done, to call from any thread.
+        """
+        self._state.tell = tell
+
+    def amount(self) -> Amount:
+        """Return the current place in a pass, and the bytes moved between tiers in this step. Call from any thread."""
+        return self._state.amount()
 
     def stay(self) -> None:
         """Let the model stand in for the original one in a script.

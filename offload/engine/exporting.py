@@ -70,7 +70,16 @@ def export_model(
         )
         with state.caches.with_original_flags(), state.with_placeholders():
             write_model = MODEL_FORMATS[FORMAT].write_model
-            write_model(model, get_weights, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
+            write_model(
+                model,
+                get_weights,
+                folder,
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+                files=files,
+                replace=replace,
+                tell=state.tell,
+            )
     except Exception as error:
         if is_reading:  # the other ranks are in another collective
             raise

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.accelerators import own_accelerator
+from offload.amounts import Amount, Tell, tell_nobody
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.device_updates import DeviceUpdates
@@ -86,6 +87,7 @@ class EngineState:
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
         self.compiles, self.frozen_weights = settings.compile == "always", settings.frozen_weights
         self.execution_mode = ExecutionMode()
+        self.tell: Tell = tell_nobody
         self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
@@ -246,6 +248,10 @@ class EngineState:
                 host=self.host,
                 pinning=self.device.pinning,
             )
+
+    def amount(self) -> Amount:
+        """Return the current place in a pass, and the bytes moved between tiers in this step."""
+        return Amount(self.counters.total, place=self.runner.place)
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from offload.amounts import Tell, tell_nobody
 from offload.doors import Door
 from offload.files.safetensors_file import TensorFile
 from offload.layout.codecs import Codec
@@ -67,6 +68,7 @@ class ModelFormat(Protocol):
         shard_bytes: int = SHARD_BYTES,
         files: Mapping[str, bytes] | None = None,
         replace: bool = False,
+        tell: Tell = tell_nobody,
     ) -> Any:
         """Write a model with the weights from `get`. Raises ConfigError and DiskError."""
 

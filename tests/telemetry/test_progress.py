@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import pytest
 
+from offload.amounts import Amount, Tally, clock
 from offload.app.config.sections import TrainSection
 from offload.app.telemetry.metrics import MetricsLog
-from offload.app.telemetry.progress import STEP_LINE_S, clock, make_progress
+from offload.app.telemetry.progress import LINE_S, PlainProgress, make_progress
 from offload.app.training.interrupts import StopSignals
 from offload.app.training.progress import RunProgress
 from offload.distributed.joining import open_comm
@@ -52,25 +53,75 @@ def test_plain_lines_come_every_few_steps_without_control_characters() -> None:
     assert all(character.isprintable() for line in lines for character in line)
 
 
-def test_work_before_the_first_step_has_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr("offload.app.telemetry.progress.ACTIVITY_LINE_S", 0.0)
-    progress = make_progress(10, stream)
-    for text in ("reading the weights", "recording the model"):
-        progress.show_activity(text)
-        while stream.getvalue().count(text) < 3:  # long work is told again
-            time.sleep(0.001)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the displays, in seconds, in a list of one. No thread of theirs prints."""
+    now = [0.0]
+    monkeypatch.setattr("offload.app.telemetry.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("offload.app.telemetry.progress._LOOK_S", 1e6)
+    return now
+
+
+def test_long_work_has_a_line_after_ten_seconds_and_then_every_thirty(now: list[float]) -> None:
+    stream, tally = io.StringIO(), Tally(6 * 2**30)
+    progress = PlainProgress(10, stream)
+    progress.show_activity("reading the weights", tally)
+    for _ in range(45):
+        now[0] += 1
+        tally.add(2**26)
+        progress.say_due()
+    progress.show_activity("recording the model", lambda: Amount(2**30, place="forward layers.3, unit 5 of 9"))
+    now[0] += 10
+    progress.say_due()
     progress.step(STEP, num_steps=25, eta_s=None)
+    progress.show_activity("evaluating", Tally(40, "rows"))  # after the first step, short work has no line
+    now[0] += 9
+    progress.say_due()
+    progress.begin_step(2, Amount)
+    now[0] += 29
+    progress.say_due()
+    now[0] += 1
+    progress.say_due()
     progress.close()
-    lines = stream.getvalue().splitlines()
-    assert {line for line in lines if not line.startswith("step 1/25")} == {
+    progress.say_due()
+    assert [line for line in stream.getvalue().splitlines() if not line.startswith("step 1/25")] == [
         "reading the weights ... (after 0:00)",
-        "recording the model ... (after 0:00)",
-    }
+        "reading the weights ... 640 MiB of 6 GiB, 64 MiB/s, 1:26 left (after 0:10)",
+        "reading the weights ... 2.5 GiB of 6 GiB, 64 MiB/s, 0:56 left (after 0:40)",
+        "recording the model ... (after 0:45)",
+        "recording the model ... forward layers.3, unit 5 of 9, 1 GiB so far (after 0:55)",
+        "step 2 ... (after 1:34)",
+    ]
+
+
+def test_the_lines_of_long_work_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    for name in ("_LOOK_S", "FIRST_LINE_S", "LINE_S"):
+        monkeypatch.setattr(f"offload.app.telemetry.progress.{name}", 0.0)
+    progress = make_progress(10, stream)
+    progress.show_activity("reading the weights")
+    while stream.getvalue().count("reading the weights") < 3:
+        time.sleep(0.001)
+    progress.close()
+
+
+def test_a_terminal_shows_the_amount_at_each_redraw(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream, tally = Terminal(), Tally(8, "rows")
+    progress = make_progress(1, stream)
+    progress.step(STEP, num_steps=25, eta_s=None)
+    progress.show_activity("evaluating [all]", tally)
+    tally.add(2)
+    now[0] += 4.0
+    progress._live.refresh()  # type: ignore[attr-defined]
+    progress.close()
+    assert "evaluating [all]: 0 of 8 rows" in stream.getvalue()
+    assert "evaluating [all]: 2 of 8 rows, 0.5 rows/s, 0:12 left" in stream.getvalue()
 
 
 def test_slow_steps_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = itertools.count(0.0, STEP_LINE_S / 2)
+    now = itertools.count(0.0, LINE_S / 2)
     monkeypatch.setattr("offload.app.telemetry.progress.time.monotonic", lambda: next(now))
     stream = io.StringIO()
     progress = make_progress(10**6, stream)

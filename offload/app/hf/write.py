@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 
+from offload.amounts import Tally, Tell, tell_nobody
 from offload.app.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
 from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
 from offload.errors import ConfigError, DiskError, OffloadError, counted, format_bytes, shorten, system_code, warn
@@ -70,6 +71,7 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
     replace: bool = False,
+    tell: Tell = tell_nobody,
 ) -> ExportResult:
     """Write `model` as `save_pretrained` would. Parameters need only the right shapes and dtypes.
 
@@ -79,6 +81,7 @@ def write_model(
     - shard_bytes: limit for a weight file. A larger tensor gets a separate file.
     - files: further files by name, for example the tokenizer's.
     - replace: replace an earlier export in `folder`, once the new one is complete.
+    - tell: receives the write and the check of the files, with their bytes.
 
     Memory: one piece of a parameter, or one expert row; for a fused group, twice the group. A module outside
     transformers becomes `model.safetensors`, in one or several files, with unchanged names and no configuration.
@@ -103,9 +106,11 @@ def write_model(
         for name, data in (files or {}).items():
             (temporary / name).write_bytes(data)
         write_configuration(model, temporary, plan.main_dtype, _tokenizer_in(temporary))
-        written = _write_weights(model, plan, get, temporary, shard_bytes)
+        written = _write_weights(model, plan, get, temporary, shard_bytes, tell)
+        tally = Tally(sum(entry.end - entry.begin for each in written for entry in each.entries.values()))
+        tell("checking the written weights", tally)
         for each in written:
-            _verify(each)
+            _verify(each, tally)
     return ExportResult(
         folder,
         tuple(folder / each.path.name for each in written),
@@ -164,11 +169,13 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _write_weights(
-    model: nn.Module, plan: _ExportPlan, get: ReadValues, folder: Path, shard_bytes: int
+    model: nn.Module, plan: _ExportPlan, get: ReadValues, folder: Path, shard_bytes: int, tell: Tell
 ) -> list[WrittenFile]:
     """Write the weight files, and an index if there are several."""
     split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
     layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
+    tally = Tally(sum(tensor.nbytes for tensor in plan.tensors.values()))
+    tell("writing the weights", tally)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(TensorFileWriter(folder / file, {name: layouts[name] for name in names}))
@@ -183,6 +190,7 @@ def _write_weights(
                 for name, value in _convert_group(group, plan, get):
                     assert tuple(value.shape) == writer_by_name[name].entries[name].shape, (name, value.shape)
                     writer_by_name[name].write(name, tensor_reader(value))
+            tally.add(sum(plan.tensors[name].nbytes for name in group.outputs))
             trim_heap()  # malloc would keep most of the freed memory
         written = [writer.finish() for writer in writers]
     if split.is_sharded:
@@ -281,15 +289,21 @@ def _write_custom_files(model: nn.Module, folder: Path) -> None:
                 path.replace(folder / path.name)
 
 
-def _verify(written: WrittenFile) -> None:
+def _verify(written: WrittenFile, tally: Tally) -> None:
     """Read a file back with safetensors' own reader, and compare every byte by hash. Raises OffloadError."""
+
+    def differs(file: TensorFile, name: str) -> bool:
+        digest = file.hash(name)
+        tally.add(file.entries[name].end - file.entries[name].begin)
+        return digest != written.hashes[name]
+
     try:
         with safe_open(written.path, framework="pt") as reference, TensorFile(written.path) as file:
             if hasattr(os, "posix_fadvise"):  # the next read comes from the disk
                 with written.path.open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             same_header = file.entries == written.entries and set(reference.keys()) == set(written.entries)
-            differing = [name for name, digest in written.hashes.items() if same_header and file.hash(name) != digest]
+            differing = [name for name in written.hashes if same_header and differs(file, name)]
     except (SafetensorError, ConfigError) as error:
         raise OffloadError(f"{written.path} cannot be read back after it was written: {error}") from error
     if differing or not same_header:

@@ -1,21 +1,24 @@
-"""Console output during a run and during reads of large files: a live line on a terminal, plain lines elsewhere."""
+"""Console output during a run and other long work: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+from offload.amounts import Measure, Tell, clock, unmeasured
 from offload.errors import format_bytes
 
-ACTIVITY_LINE_S = 60.0
-"""Seconds between two lines about the same work before the first step."""
-STEP_LINE_S = 30.0
-"""Seconds from which a step has a line whatever its number."""
+FIRST_LINE_S = 10.0
+"""Seconds from the begin of work to the first line about its amount."""
+LINE_S = 30.0
+"""Seconds between two lines, about the same work or about steps."""
 _BAR = 12  # columns of the progress bar
+_LOOK_S = 1.0  # between two looks whether a line is due
 
 
 class Progress:
@@ -27,8 +30,11 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a permanent line."""
 
-    def show_activity(self, text: str) -> None:
-        """Show the work that has begun, up to the first step. Later work is shown by the steps."""
+    def show_activity(self, text: str, measure: Measure = unmeasured) -> None:
+        """Show new work and its amount, until the next work or step."""
+
+    def begin_step(self, number: int, measure: Measure) -> None:
+        """Show the amount of a step that takes long."""
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         """Show a finished step. `fields` is its metrics.jsonl line."""
@@ -77,60 +83,70 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     return "  ".join(parts.values())
 
 
-def clock(seconds: float) -> str:
-    """Return m:ss, or h:mm:ss from one hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class PlainProgress(Progress):
     """Flushed lines without control characters, for files and pipes.
 
-    Work before the first step has a line when it begins, and one a minute. Steps have a line every `log_every` steps,
-    and every half minute.
+    Work has lines with its amount after `FIRST_LINE_S`, and then every `LINE_S`; before the first step also one when it
+    begins. Steps have a line every `log_every` steps, and every `LINE_S`, also within a step.
     """
 
-    def __init__(self, log_every: int, stream: TextIO) -> None:
-        self._log_every = log_every
-        self._stream = stream
+    def __init__(self, log_every: int, stream: TextIO, *, names_work: bool = True) -> None:
+        """names_work: work before the first step has a line when it begins."""
+        self._log_every, self._stream, self._names_work = log_every, stream, names_work
         self._began_s = self._last_line_s = time.monotonic()
-        self._activity = ""
+        self._has_steps = False
+        self._work: _Work | None = None
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
         # One write, because the lines of a thread may come between two.
         print(f"{printable(text, self._stream)}\n", end="", file=self._stream, flush=True)
 
-    def show_activity(self, text: str) -> None:
-        if self._is_over.is_set():
-            return
-        is_first, self._activity = not self._activity, text
-        self._say_activity()
-        if is_first:
-            threading.Thread(target=self._repeat_activity, name="progress", daemon=True).start()
+    def show_activity(self, text: str, measure: Measure = unmeasured) -> None:
+        self._begin(text, measure, FIRST_LINE_S)
+        if self._names_work and not self._has_steps:
+            self.say(f"{text} ... (after {clock(time.monotonic() - self._began_s)})")
 
-    def _say_activity(self) -> None:
-        self.say(f"{self._activity} ... (after {clock(time.monotonic() - self._began_s)})")
+    def begin_step(self, number: int, measure: Measure) -> None:
+        self._begin(f"step {number}", measure, LINE_S)
 
-    def _repeat_activity(self) -> None:
-        while not self._is_over.wait(ACTIVITY_LINE_S):
-            self._say_activity()
+    def _begin(self, text: str, measure: Measure, line_after_s: float) -> None:
+        now = time.monotonic()
+        self._work = _Work(text, measure, now, now + line_after_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
+            self._thread.start()
+
+    def _repeat(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self.say_due()
+
+    def say_due(self) -> None:
+        """Print a line about the current work if one is due."""
+        work, now = self._work, time.monotonic()
+        if work is not None and now >= work.next_line_s:
+            work.next_line_s = now + LINE_S
+            amount = work.describe(now)
+            self.say(f"{work.text} ... {amount}{' ' if amount else ''}(after {clock(now - self._began_s)})")
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
-        is_first = not self._is_over.is_set()
-        self._is_over.set()
-        is_due = time.monotonic() - self._last_line_s >= STEP_LINE_S
+        is_first, self._has_steps, self._work = not self._has_steps, True, None
+        is_due = time.monotonic() - self._last_line_s >= LINE_S
         if is_first or is_due or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
             self._last_line_s = time.monotonic()
             self.say(describe(fields, num_steps, eta_s))
 
     def close(self) -> None:
+        self._work = None
         self._is_over.set()
 
 
 class LiveProgress(Progress):
-    """A rich line redrawn at every step, with a permanent copy every `log_every` steps."""
+    """A rich line redrawn at every step, with a permanent copy every `log_every` steps.
+
+    Work beside the steps has a bar with its amount.
+    """
 
     def __init__(self, log_every: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -139,15 +155,20 @@ class LiveProgress(Progress):
         self._log_every = log_every
         self._console = Console(file=stream, highlight=False)
         self._live: Live = Live(console=self._console, refresh_per_second=8, transient=True)
+        self._step_line: Any = None
 
     def say(self, text: str) -> None:
         self._console.print(printable(text, self._console.file), markup=False, soft_wrap=True)
 
-    def show_activity(self, text: str) -> None:
-        from rich.spinner import Spinner
-
-        self._show(Spinner("dots", text))
+    def show_activity(self, text: str, measure: Measure = unmeasured) -> None:
+        now = time.monotonic()
+        self._show(_WorkLine(_Work(text, measure, now, now), self._step_line))
         self._live.refresh()
+
+    def begin_step(self, number: int, measure: Measure) -> None:
+        now = time.monotonic()
+        shown_s = now if self._step_line is None else now + FIRST_LINE_S
+        self._show(_WorkLine(_Work(f"step {number}", measure, now, shown_s), self._step_line))
 
     def _show(self, line: Any) -> None:
         if not self._live.is_started:
@@ -156,15 +177,12 @@ class LiveProgress(Progress):
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
 
         columns = self._console.width
         text = describe(fields, num_steps, eta_s, columns - _BAR - 1)
-        line = Table.grid(padding=(0, 1))
-        line.add_column(width=_BAR)
-        line.add_column(no_wrap=True, overflow="ellipsis")
-        line.add_row(ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None), text)
-        self._show(line)
+        bar = ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None)
+        self._step_line = _barred(bar, text)
+        self._show(self._step_line)
         if fields["step"] % self._log_every == 0:
             self.say(describe(fields, num_steps, eta_s, columns))
 
@@ -172,33 +190,67 @@ class LiveProgress(Progress):
         self._live.stop()
 
 
-_LINE_EVERY_S = 10.0
+@dataclass
+class _Work:
+    """Work that is shown while it lasts, from `next_line_s` on. Times are `time.monotonic` seconds."""
+
+    text: str
+    measure: Measure
+    began_s: float
+    next_line_s: float
+
+    def describe(self, now: float) -> str:
+        return self.measure().describe(now - self.began_s)
+
+
+class _WorkLine:
+    """Work as a line on a terminal, made anew at each redraw: a bar, or a spinner without a total.
+
+    The line of the last step stays above, and is alone before the work shows.
+    """
+
+    def __init__(self, work: _Work, step_line: Any) -> None:
+        from rich.spinner import Spinner
+
+        self._work, self._step_line, self._spinner = work, step_line, Spinner("dots")
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        now = time.monotonic()
+        if self._step_line is None:
+            return self._line(now)
+        return Group(self._step_line, self._line(now)) if now >= self._work.next_line_s else self._step_line
+
+    def _line(self, now: float) -> Any:
+        from rich.progress_bar import ProgressBar
+
+        amount, seconds = self._work.measure(), now - self._work.began_s
+        described = amount.describe(seconds) or clock(seconds)
+        text = f"{self._work.text}: {described}"
+        if not amount.total:
+            return _barred(self._spinner, text, columns=1)
+        return _barred(ProgressBar(total=amount.total, completed=amount.done), text)
+
+
+def _barred(bar: Any, text: str, columns: int = _BAR) -> Any:
+    """Return a line with a bar, or another sign, and a text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(padding=(0, 1))
+    line.add_column(width=columns)
+    line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_row(bar, Text(text))
+    return line
 
 
 @contextmanager
-def byte_progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr in this context. Yields a function to call with the byte count for each piece."""
-    if not sys.stderr.isatty():
-        yield _byte_lines(label, num_bytes)
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(escape(label), total=num_bytes)
-        yield lambda size: progress.advance(task, size)
-
-
-def _byte_lines(label: str, num_bytes: int) -> Callable[[int], None]:
-    done, last = 0, time.monotonic()
-
-    def report(size: int) -> None:
-        nonlocal done, last
-        done += size
-        if time.monotonic() - last > _LINE_EVERY_S:
-            last = time.monotonic()
-            print(f"{label}: {format_bytes(done)} of {format_bytes(num_bytes)}", file=sys.stderr, flush=True)
-
-    return report
+def work_progress() -> Iterator[Tell]:
+    """Show long work of a command on stderr in this context. Yields a function to call when a stage begins."""
+    stream = sys.stderr
+    shown = LiveProgress(1, stream) if stream.isatty() else PlainProgress(1, stream, names_work=False)
+    try:
+        yield shown.show_activity
+    finally:
+        shown.close()

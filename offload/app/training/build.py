@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
+from offload.amounts import Tell, tell_nobody
 from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS, ModelSection
 from offload.app.environment import integrated_note
@@ -34,7 +35,7 @@ from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
-from offload.app.training.parts import build_engine, describe_length, stages
+from offload.app.training.parts import MeasuredFill, build_engine, describe_length, stages
 from offload.app.training.planner import PLANNERS, RunForecast, document_share, measure_network, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
@@ -143,7 +144,7 @@ def make_run(
     say: Say,
     note: Say,
     user_model: ModelObject | None = None,
-    doing: Say = lambda _text: None,
+    doing: Tell = tell_nobody,
 ) -> Run:
     """Build architecture, data, model and engine in this order. Each stage checks as much as possible first.
     Collective.
@@ -151,7 +152,7 @@ def make_run(
     - say: prints a line on rank 0.
     - note: shows a message once, from any rank.
     - user_model: a model to use instead of the configured one.
-    - doing: shows the current work.
+    - doing: shows the current work and its amount.
 
     Raises OffloadError.
     """
@@ -236,9 +237,11 @@ def make_run(
     comm.agree("what lies beside the states", {name: xxh3_64_hexdigest(data) for name, data in own_files.items()})
     extra_files = {**files, **own_files}
     needs = DiskNeeds.of(config, trainable, built.model)
-    doing("reading the weights")
+    fill = MeasuredFill(built, comm.size)
+    doing("reading the weights", fill.amount)
     with planned_advice(misfit):
-        engine = build_engine(config, built, comm)
+        engine = build_engine(config, replace(built, fill=fill), comm)
+    engine.tell_stages(doing)
     trainable.check(engine)
     for text in late_notes:
         note(text)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.amounts import Tally, Tell
 from offload.app.training.build import Run
 from offload.app.training.callbacks import Callbacks
 from offload.app.training.progress import RunProgress
@@ -61,11 +62,12 @@ class Evaluations:
         progress: RunProgress,
         callbacks: Callbacks,
         say: Callable[[str], None],
+        tell: Tell,
     ) -> None:
-        """`callbacks` receive an event per evaluation; `say` prints a line."""
+        """`callbacks` receive an event per evaluation; `say` prints a line; `tell` shows the rows done."""
         self._data, self._objective, self._train = run.data, run.objective, run.config.train
         self._comm, self._records, self._progress, self._say = comm, records, progress, say
-        self._callbacks = callbacks
+        self._callbacks, self._tell = callbacks, tell
         self._share = Share.of(run.config, comm)
         self._keeps_best = run.config.checkpoint.keep_best
 
@@ -117,7 +119,8 @@ class Evaluations:
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.eval_sizes[name]
         num_done = num_rows if most is None else min(num_rows, most * batch_size)
-        num_counted, total, sums = 0, 0.0, Counter[str]()
+        num_counted, total, sums, tally = 0, 0.0, Counter[str](), Tally(num_done, "rows")
+        self._tell(f"evaluating {name or 'held-out rows'}", tally)
         for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):
             batch = own.apply(objective, rows, index, min(batch_size, num_rows - index * batch_size))
             counted = objective.count(batch) if own.is_counted else 0
@@ -126,6 +129,7 @@ class Evaluations:
                 num_counted += round(count)
                 total += float(engine.evaluate(batch, objective.loss)) * count
                 sums.update({key: value * count for key, value in objective.loss_metrics(comm).items()})
+            tally.add(min(batch_size, num_rows - index * batch_size))
         if not num_counted:
             return None
         rows_done = f"{num_counted:,} {objective.count_unit} in {num_done:,} of {num_rows:,} rows"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
+from torch import nn
 
 from offload.accelerators import own_accelerator
+from offload.amounts import Amount
 from offload.app.config.config import Config
 from offload.app.training.lr import learning_rate, restart_factor
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import counted, ratio
+from offload.files.sources import Source
 from offload.optim.rule import UpdateRule
 from offload.optim.rules import RULES
 from offload.planning.settings import Settings, settle_compile
@@ -24,6 +27,26 @@ from offload.tiers.placement import Placement
 def build_engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return an engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
     return Engine(built.model, settings=make_settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
+
+
+class MeasuredFill:
+    """A `fill` of a built model that knows how many bytes of the weights the engine has taken."""
+
+    def __init__(self, built: Any, num_ranks: int) -> None:
+        """num_ranks: the ranks take turns at calling `fill`, so a rank sees only its own share of the calls."""
+        self._fill, self._num_ranks = built.fill, num_ranks
+        self._left = {name: parameter.nbytes for name, parameter in built.model.named_parameters()}
+        self._total, self._num_done, self._num_current, self._name = sum(self._left.values()), 0, 0, ""
+
+    def __call__(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source] | None:
+        self._num_done += self._num_current  # the engine calls again once the parameters are taken
+        prefix = f"{name}." if name else ""
+        self._num_current = sum(self._left.pop(each) for each in list(self._left) if each.startswith(prefix))
+        self._name = name
+        return cast("Mapping[nn.Parameter, Source] | None", self._fill(name, module))
+
+    def amount(self) -> Amount:
+        return Amount(min(self._num_done * self._num_ranks, self._total), self._total, place=self._name)
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:

@@ -141,7 +141,6 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
         self._open_engine = run.engine
-        run.engine.tell_stages(self._progress.show_activity)
         folders = () if run.meta is None else start.folders
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})
@@ -152,7 +151,9 @@ class Trainer:
         self._run_progress = RunProgress(run.meta, self.config.train)
         self._saves = Saves(run, comm, self._folder, self._run_progress, self._callbacks, self._say)
         self._export = begin_export(self._folder, run, self._say)
-        self._evaluations = Evaluations(run, comm, self._records, self._run_progress, self._callbacks, self._say)
+        self._evaluations = Evaluations(
+            run, comm, self._records, self._run_progress, self._callbacks, self._say, self._progress.show_activity
+        )
         with share_failure(comm, "look at the disk"):
             if self._is_first and self._run_progress.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._run_progress.num_done))
@@ -208,6 +209,7 @@ class Trainer:
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.optimizer.has_gradients and step == progress.first_step  # for replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
+            self._progress.begin_step(step + 1, self._engine.amount)
             with planned_advice(self._misfit):
                 result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
@@ -308,8 +310,8 @@ class Trainer:
 
     def _finish(self, folder: RunFolder) -> TrainResult:
         """Save, evaluate, export, and check the export. After a stop signal: save and raise InterruptedRun."""
-        self._progress.close()
-        progress, comm = self._run_progress, self._comm
+        progress, comm, show = self._run_progress, self._comm, self._progress.show_activity
+        show("completing the run")
         self._saves.settle()
         self._leave_if_requested(folder)
         votes = tally(comm, "whether to save the last step", save=self._callbacks.control.take("should_save"))
@@ -339,6 +341,7 @@ class Trainer:
             )
         self._callbacks.notify("on_train_end", export=exported)
         self._say(*describe_streaming(progress.last, self._engine))
+        show("loading the export for a check")  # the last stage holds the engine
         self._close_engine()
         with share_failure(comm, "check of the export"):
             if self._is_first and exported is not None:

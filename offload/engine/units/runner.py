@@ -75,6 +75,7 @@ class UnitRunner:
         # Scopes: `num_parts` one pass, `exchanges` one micro-batch.
         self.num_parts, self.exchanges = 1, list[Callable[[], None]]()
         self._current_unit: Unit | None = None
+        self._name = ""  # of the last use
         self._is_in_model = self.is_engine_call = False
         self.has_failed = False
         """A unit use failed halfway and no engine code is running: the next call must reset the engine."""
@@ -82,6 +83,13 @@ class UnitRunner:
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
         self._last_snapshot: Callable[[], Snapshot | None] = lambda: None
+
+    @property
+    def place(self) -> str:
+        """Last begun use and the unit's number, as `forward layers.3, unit 5 of 9`; empty before the first use."""
+        _, _, unit_name = self._name.partition(" ")
+        numbers = [number for number, unit in enumerate(self._units, 1) if unit.name == unit_name]
+        return f"{self._name}, unit {numbers[0]} of {len(self._units)}" if numbers else ""
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ def export_merged(
                 "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
             )
         files = tokenizer_files(reader, (CONFIG, INITIAL))
-        return write_with_progress("merging", plain.model, merged.read, out, dtype, shard_bytes, files)
+        return write_with_progress(plain.model, merged.read, out, dtype, shard_bytes, files)
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:
