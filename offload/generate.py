@@ -75,6 +75,7 @@ def main(words: list[str]) -> int:
     from offload.app.checkpoint_folder import choose_model
     from offload.app.hf.models import quiet_transformers
     from offload.app.stored_model import DTYPES
+    from offload.app.telemetry.progress import work_progress
     from offload.extras.generate.conversation import Conversation
     from offload.extras.generate.sampler import Sampler, SamplingOptions, free_memory
 
@@ -86,16 +87,32 @@ def main(words: list[str]) -> int:
     choices = SamplingOptions(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
     adapter = None if options.adapter is None else Path(options.adapter).expanduser()
     num_tokens, seconds, bytes_read = 0, 0.0, 0
-    with Sampler(
-        path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
-    ) as sampler:
+    with (
+        contextlib.ExitStack() as reading,
+        Sampler(
+            path,
+            dtype=DTYPES[options.dtype],
+            memory_bytes=memory_bytes,
+            accelerator=own,
+            adapter=adapter,
+            tell=reading.enter_context(work_progress()),
+        ) as sampler,
+    ):
+
+        def show(text: str) -> None:
+            reading.close()  # the text takes its place
+            _show(text)
+
         total = sampler.stream.total_bytes
+        if prompt is None:
+            reading.close()  # the user types now
         conversation = Conversation(sampler, choices) if options.chat else None
         for text in prompts:
             if conversation is not None:
-                generation = conversation.answer(text, _show)
+                generation = conversation.answer(text, show)
             else:
-                generation = sampler.write(sampler.encode(text), choices, _show)
+                generation = sampler.write(sampler.encode(text), choices, show)
+            reading.close()
             print()
             _comment(sampler, generation, options)
             num_tokens, seconds = num_tokens + len(generation.token_ids), seconds + generation.seconds

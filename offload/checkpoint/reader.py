@@ -43,6 +43,8 @@ CHANGED = "changed"
 Span = tuple[str, str, int, int]
 """Parameter name, plane, first element, number of elements."""
 _Key = tuple[str, int]  # chunk key: file name and chunk index
+Report = Callable[[int], object]
+"""Receives a number of bytes that were read."""
 
 
 class _Chunk(NamedTuple):
@@ -72,6 +74,7 @@ class Reader:
         self._coming: Iterator[_Key] = iter(())
         self._ahead: set[_Key] = set()  # chunks from `_coming` in memory but not yet requested
         self._is_announced = False
+        self._report: Report = lambda _num_bytes: None
         with contextlib.ExitStack() as opened:
             with _as_checkpoint_errors(folder):
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # same folder even after a rename
@@ -112,8 +115,12 @@ class Reader:
         """Return the data files containing the given spans."""
         return {file for span in spans for file, _, _ in self._stretches(span)}
 
-    def expect(self, spans: Iterable[Span]) -> None:
-        """Announce the next reads in order, so they can be prefetched."""
+    def expect(self, spans: Iterable[Span], report: Report = lambda _num_bytes: None) -> None:
+        """Announce the next reads in order, so they can be prefetched.
+
+        report: called with the size of each read.
+        """
+        self._report = report
         self._plan(self._chunks(spans))
         self._is_announced = True
 
@@ -132,6 +139,7 @@ class Reader:
         for file, offset, size in self._stretches(span):
             self._copy(file, offset, data[:size])
             data = data[size:]
+        self._report(out.nbytes)
 
     @property
     def changed(self) -> set[str]:
@@ -143,7 +151,7 @@ class Reader:
         """Total bytes in all data files."""
         return sum(self.num_bytes_of.values())
 
-    def verify(self, report: Callable[[int], object] = lambda _num_bytes: None) -> None:
+    def verify(self, report: Report = lambda _num_bytes: None) -> None:
         """Read everything and compare with the checksums. Raises CheckpointError for the first mismatch.
 
         report: called with the size of each verified chunk.

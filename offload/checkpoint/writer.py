@@ -139,6 +139,11 @@ class Writer:
             self._ended = asyncio.run_coroutine_threadsafe(self._close(syncs=True), self._loop)
 
     @property
+    def num_on_disk(self) -> int:
+        """Bytes on disk so far, in whole chunks. Any thread may ask."""
+        return min(len(self._checksums) * self._chunk_bytes, self.num_bytes)
+
+    @property
     def has_ended(self) -> bool:
         """True after `end`."""
         return self._ended is not None

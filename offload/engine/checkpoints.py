@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload.amounts import Amount, Tally
 from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Contents, Entry, name_of, without_moved
 from offload.checkpoint.manifest import ERROR as ERROR_PREFIX
 from offload.checkpoint.reader import CHANGED, Reader, Span
@@ -81,7 +82,7 @@ class PendingCheckpoint:
         for name, entry in moved.items():
             known = contents.get(name, Entry(entry.shape, {}))
             contents[name] = replace(known, planes={**known.planes, **entry.planes})
-        self._comm, self._contents, self._save = comm, contents, None
+        self._comm, self._contents, self._save, self._tell = comm, contents, None, engine.tell
         self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in engine.device.random_state()]
         steps = ((state.region.parameters, state.steps) for state in engine.store.states.values())
         updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
@@ -127,7 +128,9 @@ class PendingCheckpoint:
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
                 if self._writer.spare_bytes:
                     opened.enter_context(engine.host.reserve_until(_COPY, self._writer.spare_bytes, self._is_on_disk))
-                _write(engine, self._writer, _saved_regions(engine, contents))
+                writer, num_bytes = self._writer, _share_bytes(engine, contents)
+                self._tell("saving the states", lambda: Amount(writer.num_bytes, num_bytes))
+                _write(engine, writer, _saved_regions(engine, contents))
                 engine.moved_buffers.write(self._writer, comm.rank, moved)
                 self._writer.end()
             self._opened = opened.pop_all()
@@ -150,7 +153,9 @@ class PendingCheckpoint:
         with self._opened:
             agree_on_pass(comm, RankBatch("finish of a checkpoint"))
             with share_failure(comm, "writing of the checkpoint"):
-                written = self._writer.finish()
+                writer = self._writer
+                self._tell("writing the states to disk", lambda: Amount(writer.num_on_disk, writer.num_bytes))
+                written = writer.finish()
             parts_by_rank = comm.gather_objects((written, self._random), "parts of the checkpoint")
             with share_failure(comm, "publication of the checkpoint"):
                 if self._save is not None:
@@ -176,15 +181,20 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
 
     With a budget: the unused part, given back on demand. Without: half the free memory.
     """
-    share = sum(
-        entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
-    )
     host = engine.host
     if host.budget_bytes is not None:
         free = host.budget_bytes - host.current_bytes
     else:
         free = memory().get("available_bytes", 0) // engine.comm.local_size // 2
-    return max(0, min(share // engine.store.sharding.num_ranks + CHUNK_BYTES, free))
+    return max(0, min(_share_bytes(engine, contents) + CHUNK_BYTES, free))
+
+
+def _share_bytes(engine: EngineState, contents: Contents) -> int:
+    """Return this rank's share of a checkpoint, in bytes."""
+    num_bytes = sum(
+        entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
+    )
+    return num_bytes // engine.store.sharding.num_ranks
 
 
 def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
@@ -216,7 +226,10 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     Raises CheckpointError for damaged data; the states then belong to no step.
     """
     own, kept = reader.meta["engine"], _saved_regions(engine, reader.contents)
-    reader.expect(spans_to_read(engine, reader, anew=anew))
+    spans = partial(spans_to_read, engine, reader, anew=anew)
+    tally = Tally(sum(numel * reader.contents[name].planes[plane].itemsize for name, plane, _, numel in spans()))
+    engine.tell("reading the checkpoint", tally)
+    reader.expect(spans(), tally.add)
     updates = {} if anew else own["updates"]
     for state in kept:
         for tile in state.held_tiles:

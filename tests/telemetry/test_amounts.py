@@ -61,4 +61,8 @@ def test_the_engine_tells_its_stages_with_their_amounts(tmp_path: Path) -> None:
     engine.export(tmp_path / "model")
     for text in ("writing the weights", "checking the written weights"):
         assert told[text]().done == told[text]().total > 0
+    engine.save_checkpoint(tmp_path / "states")
+    engine.load_checkpoint(tmp_path / "states")
+    for text in ("saving the states", "writing the states to disk", "reading the checkpoint"):
+        assert told[text]().done == told[text]().total > 0
     engine.close()

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from offload.accelerators import Accelerator, device_of
+from offload.amounts import Tell, tell_nobody
 from offload.app.checkpoint_folder import is_checkpoint, suggesting_alternative
 from offload.app.hf.models import folder_config, max_positions, model_kind, vocab_size
 from offload.app.hf.read import read_model
@@ -67,12 +68,14 @@ class Sampler:
         memory_bytes: int | None,
         accelerator: Accelerator | None,
         adapter: Path | None = None,
+        tell: Tell = tell_nobody,
     ) -> None:
         """Open a Hugging Face folder or a checkpoint.
 
         dtype: compute dtype; None: the dtype of the weights.
         memory_bytes: as in StreamedModel.
         adapter: PEFT adapter folder to apply to the model.
+        tell: as in StreamedModel.
 
         Raises ConfigError for a model without text output or tokenizer, CheckpointError, DiskError.
         """
@@ -111,7 +114,9 @@ class Sampler:
             source = weights.source
             if adapter is not None:
                 self.model, source = insert_adapter(self.model, source, adapter)
-            self.stream = StreamedModel(self.model, source, memory_bytes=memory_bytes, accelerator=accelerator)
+            self.stream = StreamedModel(
+                self.model, source, memory_bytes=memory_bytes, accelerator=accelerator, tell=tell
+            )
             opened.callback(self.stream.close)
             self._opened = opened.pop_all()
         self._device = device_of(accelerator)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.accelerators import Accelerator
+from offload.amounts import Amount, Tell, tell_nobody
 from offload.app.hf.sources import FusedSource
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
@@ -71,6 +72,7 @@ class StreamedModel:
         memory_bytes: int | None,
         accelerator: Accelerator | None,
         throttle: Mapping[str, Throttle] | None = None,
+        tell: Tell = tell_nobody,
     ) -> None:
         """Take over `model`, whose parameters have no values yet.
 
@@ -78,6 +80,7 @@ class StreamedModel:
         memory_bytes: weight budget on the accelerator, or on the CPU without one; None: no limit. Two units, the
             current and the next, always have room.
         throttle: links to slow down (see lanes/timeline.py).
+        tell: receives the first read of the weights, which ends in the first pass.
 
         Raises ConfigError and read errors.
         """
@@ -111,7 +114,9 @@ class StreamedModel:
         self.target: CallTarget = self._call
         self._running_unit: Unit | None = None
         self._begin: Any = None
-        self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
+        self.total_bytes = total = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
+        files = self._files
+        tell("reading the weights", lambda: Amount(min(files.bytes_read, total), total))
         placeholders = [_placeholder(info, device.torch_device) for info in self._infos]
         self._placeholder_units: dict[int, list[Unit]] = {}  # tied weights have several
         for unit in self._units:
