@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from offload.amounts import Amount, Measure
-from offload.app.training.parts import MeasuredFill
+from offload.app.training.parts import MeasuredFill, stages
 from offload.engine.engine import Engine
 from tests.engine.families import llama, tokens
 
@@ -42,6 +42,15 @@ def test_a_fill_counts_the_weights_that_the_engine_has_taken(num_ranks: int) -> 
     assert [each.done for each in found] == [*done, 192]
     assert {each.total for each in found} == {192}
     assert [each.place for each in found] == ["", "0", "1", ""]
+
+
+def test_the_preparation_of_data_counts_in_percent() -> None:
+    told: list[tuple[str, Measure]] = []
+    progress = stages(lambda *stage: told.append(stage), lambda: None)
+    for fraction in (0.0, 0.25):
+        progress("tokenizing", fraction)
+    ((text, measure),) = told
+    assert f"{text}: {measure().describe(5.0)}" == "data: tokenizing: 25 of 100 %, 5 %/s, 0:15 left"
 
 
 def test_the_engine_tells_its_stages_with_their_amounts(tmp_path: Path) -> None:

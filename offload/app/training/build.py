@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
-from offload.amounts import Tell, tell_nobody
+from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS, ModelSection
 from offload.app.environment import integrated_note
@@ -169,7 +169,7 @@ def make_run(
 
     def build(alive: Callable[[], object]) -> Task:
         described = config.with_resolved(model__path=str(whole)) if has_moved else config
-        return TASKS["rows"].build(described, kind, vocabulary, stages(say, alive), limit)
+        return TASKS["rows"].build(described, kind, vocabulary, stages(doing, alive), limit)
 
     if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
         cut = start.data.get("packing", True)
@@ -206,6 +206,7 @@ def make_run(
             dtype=DTYPES[str(config.train.precision)],
         )
 
+    doing("making the model and its plan", unmeasured)
     with share_failure(comm, "making of the model"):
         objective = OBJECTIVES[config.train.method].of(config, kind.name, data.tokenizer, vocabulary)
         for text in (*data.describe(objective), *describe_length(config, data)):

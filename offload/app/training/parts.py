@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from offload.accelerators import own_accelerator
-from offload.amounts import Amount
+from offload.amounts import Amount, Tally, Tell
 from offload.app.config.config import Config
 from offload.app.training.lr import learning_rate, restart_factor
 from offload.app.training.task import Task
@@ -65,15 +65,16 @@ _LEAST_EPOCHS, _MOST_EPOCHS = 0.5, 20.0
 """Passes over the data outside these limits get a note."""
 
 
-def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[[str, float], None]:
-    """Return a progress callback: prints each stage once, and calls `alive` on every update."""
-    seen: set[str] = set()
+def stages(tell: Tell, alive: Callable[[], object]) -> Callable[[str, float], None]:
+    """Return a progress callback: tells each stage once, in percent, and calls `alive` on every update."""
+    tallies: dict[str, Tally] = {}
 
-    def progress(stage: str, _fraction: float) -> None:
+    def progress(stage: str, fraction: float) -> None:
         alive()
-        if stage not in seen:
-            seen.add(stage)
-            say(f"data: {stage} ...")
+        if stage not in tallies:
+            tallies[stage] = Tally(100, "%")
+            tell(f"data: {stage}", tallies[stage])
+        tallies[stage].done = round(100 * fraction)
 
     return progress
 

@@ -215,7 +215,13 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     has_accelerator = own_accelerator(config.offload.device) is not None
     config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
-    data = FileRows.build(config, model_kind, vocabulary, stages(say, lambda: None), rope_limit(architecture))
+    data = FileRows.build(
+        config,
+        model_kind,
+        vocabulary,
+        stages(lambda text, _: say(f"{text} ..."), lambda: None),
+        rope_limit(architecture),
+    )
     objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
     description = list(data.describe(objective))
     if data.is_isolated and config.data.packing_isolated == "auto":

@@ -286,7 +286,7 @@ def _train_both(
 ) -> ParityResult:
     """Train both sides from the start. `compares_each_step`: compare weights after each step, until a difference."""
     steps = range(num_steps)
-    run = make_run(ResumePoint(config), comm, say, say)
+    run = make_run(ResumePoint(config), comm, say, say, doing=lambda text, _: say(f"{text} ..."))
     most = run.config.train.steps
     if most is not None and num_steps > most and config.is_default(*_LENGTHS):
         most = num_steps
