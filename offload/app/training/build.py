@@ -239,7 +239,7 @@ def make_run(
     extra_files = {**files, **own_files}
     needs = DiskNeeds.of(config, trainable, built.model)
     fill = MeasuredFill(built, comm.size)
-    doing("reading the weights", fill.amount)
+    doing("making room for the weights of a checkpoint" if whole else "reading the weights", fill.amount)
     with planned_advice(misfit):
         engine = build_engine(config, replace(built, fill=fill), comm)
     engine.tell_stages(doing)

@@ -141,6 +141,7 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
         self._open_engine = run.engine
+        self._progress.begin_step(run.engine.num_steps + 1, run.engine.amount)
         folders = () if run.meta is None else start.folders
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})

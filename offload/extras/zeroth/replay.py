@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.amounts import Amount, Tell
 from offload.app.checkpoint_folder import is_checkpoint
 from offload.app.config.config import Config
 from offload.app.hf.models import BuiltModel, build_model, freeze, model_kind, quiet_transformers
 from offload.app.hf.sources import RemovedProduct
 from offload.app.stored_model import DTYPES, rebuild_model
+from offload.app.telemetry.progress import work_progress
 from offload.app.training.build import choose_trainable_part
-from offload.app.training.parts import make_update_rule
+from offload.app.training.parts import MeasuredFill, make_update_rule
 from offload.app.training.resume import ResumePoint
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.task import TASKS
@@ -53,13 +56,14 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     if config.lora.adapts and dtype != "auto":
         raise ConfigError("--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out.")
     lines = _read_steps(folder.metrics)
-    engine, removed = _open(base, config, is_marked=any("weights" in line for line in lines))
-    with engine:
+    is_marked = any("weights" in line for line in lines)
+    with work_progress() as tell, _open(base, config, tell, is_marked=is_marked) as (engine, removed):
         first = engine.num_steps
         records = [line for line in lines if line["step"] > first]
         num_updates = sum("projected_grad" in line for line in records)
         skipped = f", {len(records) - num_updates} more were skipped" if len(records) > num_updates else ""
         say(f"replaying {counted(num_updates, 'step')}{skipped} ...")
+        tell("replaying", lambda: Amount(engine.num_steps - first, len(records), "steps"))
         begins = [number for number, line in enumerate(records) if number and "weights" in line]
         for begin, end in pairwise([0, *begins, len(records)]):
             part = records[begin:end]
@@ -83,11 +87,15 @@ def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Pat
         )
 
 
-def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mapping[str, RemovedProduct]]:
-    """Return a host engine over the base weights with the run's update rule, and the products removed from the base.
+@contextmanager
+def _open(
+    base: Path, config: Config, tell: Tell, *, is_marked: bool
+) -> Iterator[tuple[Engine, Mapping[str, RemovedProduct]]]:
+    """Open a host engine over the base weights with the run's update rule. Yields it, and the products removed from the
+    base.
 
-    `is_marked`: the log contains the fingerprint of the initial weights, so the checkpoint may have another rule's
-    states.
+    `tell` receives long reads and writes. `is_marked`: the log contains the fingerprint of the initial weights, so the
+    checkpoint may have another rule's states.
     """
     settings = Settings(
         optimizer=make_update_rule(config),
@@ -99,11 +107,14 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
     )
     built = _build_adapted(base, config) if config.lora.adapts else _build_whole(base, config)
     freeze(built.model, config.optimizer.freeze)
-    engine = Engine(built.model, settings=settings, fill=built.fill)
-    built.close()
-    if is_checkpoint(base):
-        engine.load_checkpoint(base, reset=is_marked)
-    return engine, built.removed
+    fill = MeasuredFill(built, num_ranks=1)
+    tell("reading the weights", fill.amount)
+    with Engine(built.model, settings=settings, fill=fill) as engine:
+        built.close()
+        engine.tell_stages(tell)
+        if is_checkpoint(base):
+            engine.load_checkpoint(base, reset=is_marked)
+        yield engine, built.removed
 
 
 def _build_whole(base: Path, config: Config) -> BuiltModel:
