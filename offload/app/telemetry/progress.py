@@ -154,7 +154,12 @@ class LiveProgress(Progress):
 
         self._log_every = log_every
         self._console = Console(file=stream, highlight=False)
-        self._live: Live = Live(console=self._console, refresh_per_second=8, transient=True)
+        self._live: Live = Live(
+            console=self._console,
+            refresh_per_second=8,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # else output for a file would go to the terminal
+        )
         self._step_line: Any = None
 
     def say(self, text: str) -> None:

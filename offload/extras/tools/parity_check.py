@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from offload.accelerators import open_accelerator, own_accelerator
+from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
+from offload.app.telemetry.progress import work_progress
 from offload.app.training.build import Run, make_run
 from offload.app.training.objectives import Batch
 from offload.app.training.parts import make_settings, rate_at
@@ -271,22 +273,23 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
                 f"train.method is {config.train.method}, but the resident side can only train with the model's own "
                 "loss: compare train.method sft with the same settings."
             )
-    result = _train_both(config, num_steps, same_order, comm, say, compares_each_step=False)
-    result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
-    if not result.is_equal and result.tolerance is None:
-        say("something differs: both sides train once more, with a comparison after each step.")
-        result.first = _train_both(
-            config, num_steps, same_order, comm, lambda _text: None, compares_each_step=True
-        ).first
+    with work_progress() if comm.rank == 0 else nullcontext(tell_nobody) as tell:
+        result = _train_both(config, num_steps, same_order, comm, say, tell, compares_each_step=False)
+        result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
+        if not result.is_equal and result.tolerance is None:
+            say("something differs: both sides train once more, with a comparison after each step.")
+            result.first = _train_both(
+                config, num_steps, same_order, comm, lambda _text: None, tell, compares_each_step=True
+            ).first
     return result
 
 
 def _train_both(
-    config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, compares_each_step: bool
+    config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, tell: Tell, *, compares_each_step: bool
 ) -> ParityResult:
     """Train both sides from the start. `compares_each_step`: compare weights after each step, until a difference."""
     steps = range(num_steps)
-    run = make_run(ResumePoint(config), comm, say, say, doing=lambda text, _: say(f"{text} ..."))
+    run = make_run(ResumePoint(config), comm, say, say, doing=tell)
     most = run.config.train.steps
     if most is not None and num_steps > most and config.is_default(*_LENGTHS):
         most = num_steps
@@ -305,9 +308,15 @@ def _train_both(
         notes = list(_notes(config, run.engine))
         result = ParityResult(sides.num_ranks, str(run.config.train.precision), same_order, notes)
         for group in [[step] for step in steps] if compares_each_step else [steps]:
-            done = [step for step in group if sides.train_offloaded(step)]
+            done = []
+            for step in group:
+                tell(f"step {step + 1}, offloaded", run.engine.amount)
+                if sides.train_offloaded(step):
+                    done.append(step)
             for step in done:
+                tell(f"step {step + 1}, resident", unmeasured)
                 sides.train_resident(step, result)
+            tell("comparing the weights", unmeasured)
             if len(done) < len(group):
                 say(f"the data end before step {group[len(done)] + 1}.")
             if compares_each_step and result.first is None:
