@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from offload.app.launch import exit_code, launch
 from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError, RankLostError
 from tests.cli.conftest import EITHER
+from tests.lanes.patience import eventually
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., Any]
@@ -246,6 +246,13 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     assert Checkpoints(folder / "orphans/checkpoints").newest_intact()[0] is not None
 
 
+def waits(rank: psutil.Process, number: int) -> bool:
+    """Return whether a signal waits for a suspended process, by the mask of /proc (proc_pid_status(5))."""
+    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
+    mask = re.search(r"ShdPnd:\s+(\w+)", status)
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.slow
 @no_gpu
 def test_a_second_signal_leaves_at_once(
@@ -254,10 +261,9 @@ def test_a_second_signal_leaves_at_once(
     with training(folder, environment, begin, tiny, "ranks-twice") as (process, ranks):
         for rank in ranks:
             rank.suspend()  # both signals arrive within one step
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            assert eventually(lambda number=number: all(waits(rank, number) for rank in ranks))
         for rank in ranks:
             rank.resume()
         _, error = process.communicate()

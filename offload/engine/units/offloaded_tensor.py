@@ -178,6 +178,10 @@ class ResidentParameter(nn.Parameter):
     has_address = False
     """True after code has asked for the memory: torch counts no write through `.data` or an address."""
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return the text of a plain Parameter."""
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     @property
     def grad(self) -> torch.Tensor | None:
         return self.holder.gradient_of(self.info)
