@@ -111,6 +111,28 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     assert [told.moved_bytes[link] for link in links] == moved
 
 
+@pytest.mark.parametrize("update", ["cpu", "device"])
+def test_the_bytes_of_all_blocks_and_tiles_are_counted(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block read soon after its update comes from the ring of the updates: how often, depends on size and depth."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 64)
+    placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path), device_memory="400KiB")
+    settings = Settings(throttle=THROTTLE, clip="deferred", update=update, placement=placement)
+    torch.manual_seed(0)
+    model = Stack(WIDTH, 30)
+    its = planned(model, settings)
+    step = PlannedStep(its, workload(WIDTH, 30, settings), MACHINE)
+    with closing(Engine(model, settings=settings)) as engine:
+        for batch in batches(4):
+            engine.step(batch, loss_of)
+        counters = engine.counters
+        moved = counters.h2d_bytes, counters.d2h_bytes, counters.nvme_read_bytes, counters.nvme_write_bytes
+    told = step.lane_bytes()
+    assert (told["h2d"], told["d2h"], told["nvme_read"], told["nvme_write"]) == moved
+    assert step.simulate().moved_bytes["nvme_read"] != moved[2], "neither the tiles nor the blocks are shortened"
+
+
 @pytest.mark.parametrize(("is_cut", "runs"), [(True, 4), (False, 1)])
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))

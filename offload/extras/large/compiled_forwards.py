@@ -51,7 +51,7 @@ class CompiledForwards(Stage):
     """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
 
     All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
-    graph inputs, not constants. In each variant the first unit of a build (`_build_key`) is compared with the original
+    graph inputs, not constants. In each variant the first unit of a build (`build_key`) is compared with the original
     forward (results and gradients). After a failure or difference the class runs uncompiled, with one warning per
     class. Never compiled: units with in-place changes to inputs or buffers, and non-blocks, since each would need a
     compilation for a single use.
@@ -95,7 +95,7 @@ class CompiledForwards(Stage):
             if variant not in functions:
                 functions[variant] = _compile_class(owner)
             function = partial(self._run_counted, functions[variant], unit.module)
-            key = owner, variant, _build_key(unit), use.needs and tuple(use.needs)
+            key = owner, variant, build_key(unit), use.needs and tuple(use.needs)
             if key not in self._verdicts:
                 self._verdicts[key] = self._try(unit, use, function)
             refusal, needs_graph = self._verdicts[key]
@@ -188,18 +188,24 @@ def _variant_key(unit: Unit, use: Use) -> Hashable:
     return unit.module.training, use.arguments.structure, tensors, others, cast
 
 
-def _build_key(unit: Unit) -> Hashable:
+def build_key(unit: Unit) -> Hashable:
     """Return the build of a unit: units with an equal key run the same code, except for the numbers that it reads.
 
-    The key has the modules by name, with the attributes that code branches on (flags, names, absent values), and the
-    parameters with shape and dtype.
+    The key has the modules by name, with the attributes that code branches on (flags, names, functions, absent values),
+    and the parameters with shape and dtype.
     """
+
+    def selects_code(owner: nn.Module, key: str, value: Any) -> bool:
+        is_route = owner is unit.module and key == "forward"
+        return not is_route and (value is None or callable(value) or isinstance(value, bool | str))
+
     modules = [
-        (name, type(module), [(k, v) for k, v in vars(module).items() if v is None or isinstance(v, bool | str)])
-        for name, module in unit.module.named_modules()
+        (name, type(owner), [(key, value) for key, value in vars(owner).items() if selects_code(owner, key, value)])
+        for name, owner in unit.module.named_modules()
     ]
+    forward = getattr(unit.forward, "__func__", unit.forward)
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in unit.module.named_parameters()]
-    return repr((modules, parameters))
+    return repr((forward, modules, parameters))
 
 
 def _compile_class(owner: Any) -> Forward:

@@ -84,6 +84,27 @@ class RowTrials:
             saved = num_bytes / (unit_input.numel() // unit_input.shape[-1])
         return Tiles(modules, tuple(self._whole.items()), number, axis, saved, is_whole)
 
+    def confirm(self, equal: Tiles, unit_forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Tiles | None:
+        """Return the results `equal` of an equal unit for this unit; None if this unit behaves differently.
+
+        Three runs of the unit, against some twenty of its modules and five of the unit in `find`.
+        """
+        if not equal.modules:
+            return equal
+        if not equal.is_whole:
+            return None
+        self._num_rows = tensors[equal.input].shape[equal.axis]
+        modules = [replace(rows, module=self._module.get_submodule(rows.name)) for rows in equal.modules]
+        tiled = self._tiled(unit_forward, modules)
+        whole = self._trial.run(unit_forward, tensors, has_graph=True)
+        try:
+            results = self._trial.run(tiled, tensors).results
+            gradients = self._trial.run(tiled.for_recomputation(), tensors, has_graph=True).gradients
+        except RuntimeError:
+            return None
+        is_same = all(map(are_near, whole.results, results)) and are_near_gradients(whole.gradients, gradients, tensors)
+        return replace(equal, modules=tuple(modules)) if is_same else None
+
     # -- the modules inside ----------------------------------------------------------------------------------
 
     def _recording_forward(self, module: nn.Module) -> Callable[..., Any]:

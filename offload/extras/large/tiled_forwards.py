@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
+from offload.extras.large.compiled_forwards import build_key
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.planning.settings import Settings
@@ -34,6 +35,8 @@ class TiledForwards(Stage):
         self._size, self._room_bytes = size, room_bytes
         self._tiles: dict[str, Tiles] = {}
         self._sizes: dict[str, int] = {}
+        self._by_build: dict[Hashable, Tiles] = {}
+        """Trial results of the first unit of each build (`build_key`), by build and inputs."""
         self._has_warned = False
 
     @classmethod
@@ -58,11 +61,19 @@ class TiledForwards(Stage):
         """Find the row-wise modules of a block."""
         known_tiles: Tiles | None = unit.traits.learned.get("tiles")
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
-            trial = Trial(runner, unit, arguments)
-            with trial.restoring():
-                tiles = RowTrials(trial).find(unit.forward, arguments.tensors, rows)
-            self._learn(unit, tiles)
+            self._learn(unit, self._find(Trial(runner, unit, arguments), arguments, rows))
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
+
+    def _find(self, trial: Trial, arguments: Arguments, rows: int) -> Tiles:
+        """Return the trial results of a unit: those of an equal unit, confirmed by a trial of this unit as a whole."""
+        unit, tensors = trial.unit, arguments.tensors
+        key = build_key(unit), arguments.structure, tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        with trial.restoring():
+            trials = RowTrials(trial)
+            found = key in self._by_build and trials.confirm(self._by_build[key], unit.forward, tensors)
+            tiles = found or trials.find(unit.forward, tensors, rows)
+        self._by_build.setdefault(key, tiles)
+        return tiles
 
     def check(self) -> None:
         if self._size is not None and self._tiles and not any(tiles.modules for tiles in self._tiles.values()):

@@ -98,6 +98,8 @@ class Forecast:
     """Memory use by tier and name."""
     timing: Timing | None
     """Step timing; None: unknown."""
+    step: PlannedStep | None
+    """The step that `timing` is about; None: unknown."""
     prepared: EnginePlan
     """Engine plan for this configuration."""
     refusal: str = ""
@@ -199,7 +201,7 @@ class Forecast:
             "shortfalls": self.memory.shortfalls,
             "step_seconds": getattr(timing, "step_seconds", None),
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
-            "lane_bytes": {} if timing is None else {name: size for name, size in timing.moved_bytes.items() if size},
+            "lane_bytes": {} if self.step is None else self.step.lane_bytes(),
             "exposed_seconds": {} if timing is None else dict(timing.exposed),
             **{name: getattr(timing, name, None) for name in rates},
             "network_bytes_per_step": self.network_bytes,
@@ -382,13 +384,15 @@ class Forecaster:
         workload = None if isinstance(work, str) else work
         if workload is not None and (text := describe_experts(prepared.structure, workload)):
             notes.append(text)
-        memory, timing = footprint(prepared, workload, hardware, self.num_ranks), None
+        memory = footprint(prepared, workload, hardware, self.num_ranks)
+        step, timing = None, None
         if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
             times = False
         if workload is not None and times:
             try:
-                timing = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks)).simulate()
+                step = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks))
+                timing = step.simulate()
             except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
@@ -403,6 +407,7 @@ class Forecaster:
             self.num_ranks,
             memory,
             timing,
+            step,
             prepared,
             refusal,
             notes=tuple(notes),

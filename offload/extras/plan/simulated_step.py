@@ -57,6 +57,8 @@ For thirteen placements of an 80-layer model, the extrapolated step time differe
 """
 _FEW_PASSES = 2, 1
 """Simulated passes of a step, for the two simulations."""
+Simulation = Callable[[Sequence["SimulatedCall"], "SimulatedPlan", Mapping[str, Seconds], int], "SimulatedStep"]
+"""Simulates a number of steps, and returns the mean of the last ones."""
 _WINDOW = 3
 """Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
 
@@ -502,25 +504,29 @@ def simulate_shortened(
     """
     rows = _rows(calls, plan)
     longest = max(map(len, rows), default=0)
-    with without_garbage_collector():
-        if longest <= FEW:
-            return simulate(calls, plan, seconds, num_steps)
-        few, fewer = (
-            simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
-        )
+    if longest <= FEW + FEWER:  # no longer than the two simulations together
+        return simulate(calls, plan, seconds, num_steps)
+    few, fewer = (
+        simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
+    )
     sizes = [sum(len(_spread(row, count / longest)) for row in rows) for count in (FEW, FEWER)]
     return _extended(few, fewer, (sum(map(len, rows)) - sizes[0]) / (sizes[0] - sizes[1]))
 
 
 def simulate_passes(
-    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int
+    calls: Sequence[SimulatedCall],
+    plan: SimulatedPlan,
+    seconds: Mapping[str, Seconds],
+    num_steps: int = _NUM_STEPS,
+    play: Simulation = simulate_shortened,
 ) -> SimulatedStep:
-    """Like `simulate_shortened`, and extrapolated from steps with fewer passes."""
+    """Like `play`, `simulate` or `simulate_shortened`, and extrapolated from steps with fewer passes."""
     few, fewer = (replace(plan, passes=min(plan.passes, count)) for count in _FEW_PASSES)
-    found = simulate_shortened(calls, few, seconds, num_steps)
-    if plan.passes == few.passes:
-        return found
-    return _extended(found, simulate_shortened(calls, fewer, seconds, num_steps), plan.passes - few.passes)
+    with without_garbage_collector():
+        found = play(calls, few, seconds, num_steps)
+        if plan.passes == few.passes:
+            return found
+        return _extended(found, play(calls, fewer, seconds, num_steps), plan.passes - few.passes)
 
 
 def _extended(few: SimulatedStep, fewer: SimulatedStep, beyond: float) -> SimulatedStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
-from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_passes
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate, simulate_passes
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
@@ -151,6 +152,11 @@ class PlannedStep:
             hides_from_tokens=self._hiding_tokens(step),
         )
 
+    def lane_bytes(self) -> dict[str, int]:
+        """Return the bytes of a step by link, as the engine counts them: all blocks are simulated, with all tiles."""
+        step = simulate_passes(self.calls, self.simulated_plan(sys.maxsize), self.seconds(), play=simulate)
+        return {name: round(num_bytes) for name, num_bytes in step.moved_bytes.items() if num_bytes}
+
     # -- compute ---------------------------------------------------------------------------------------------
 
     @cached_property
@@ -257,8 +263,8 @@ class PlannedStep:
 
     # -- the engine ------------------------------------------------------------------------------------------
 
-    def simulated_plan(self) -> SimulatedPlan:
-        """Return the description of the engine lanes for the simulation."""
+    def simulated_plan(self, most_tiles: int = _MOST_TILES) -> SimulatedPlan:
+        """Return the description of the engine lanes for the simulation, with at most `most_tiles` tiles per region."""
         settings, plan = self.settings, self.plan
         resident = resident_regions(self.units)
         names = [work.name for work in self.workload.calls]
@@ -269,7 +275,7 @@ class PlannedStep:
         expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
         regions = [region for region in self.regions if region.index not in expert_regions]
         regions += [region for each in experts for region in (*each.hit, *each.missed)]
-        residence, factor = _coarsen(plan.residence, regions)
+        residence, factor = _coarsen(plan.residence, regions, most_tiles)
         slots_range, buffer_range = plan.range(SLOT), plan.range(BUFFER)
         slots, buffer = slots_range[0], buffer_range[0]
         if self.memory.budget is not None:  # spare memory is distributed
@@ -284,7 +290,7 @@ class PlannedStep:
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
         if ring_bytes := plan.rings.get(ACTIVATION_RING):  # enlarged where activations would exceed the tile limit
             largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
-            rings[ACTIVATION_RING] = max(ring_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES))
+            rings[ACTIVATION_RING] = max(ring_bytes, RING_TILES * (largest // most_tiles + 3 * PAGE_BYTES))
         return SimulatedPlan(
             regions=tuple(regions),
             settings=replace(settings, clip=self._clip(), placement=replace(settings.placement, **waiting)),
@@ -427,10 +433,10 @@ def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> 
     return {link: each.seconds for link, each in links.items()}
 
 
-def _coarsen(residence: Residence, regions: Sequence[Region]) -> tuple[Residence, int]:
-    """Return a table with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
+def _coarsen(residence: Residence, regions: Sequence[Region], most_tiles: int) -> tuple[Residence, int]:
+    """Return a table with at most `most_tiles` tiles per region, and the number of real tiles per simulated tile."""
     num_ranges, in_files = residence.sharding.num_ranges, residence.indices_on(FILES)
     rows = [(region, residence.row(region).tile_numel) for region in regions if region.index not in in_files]
     tiles = max((-(-region.numel // num_ranges // tile) for region, tile in rows if tile), default=1)
-    factor = max(1, -(-tiles // _MOST_TILES))
+    factor = max(1, -(-tiles // most_tiles))
     return residence.enlarge_tiles(factor), factor
