@@ -127,7 +127,8 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows.insert(2, ("device", f"{format_bytes(machine['device_bytes'])} free, {moved['device_bytes_per_s']}"))
     if "nvme_read_bytes_per_s" in moved:
         reads, writes = (moved[f"nvme_{direction}_bytes_per_s"] for direction in ("read", "write"))
-        rows.append(("disks", f"read {reads}, write {writes}, past the page cache"))
+        both = f", both at once {rate}" if (rate := moved.get("nvme_both_ways_bytes_per_s")) else ""
+        rows.append(("disks", f"read {reads}, write {writes}{both}, past the page cache"))
     return [*rows, ("", f"{next(iter(machine['sources'].values()))}; --refresh measures again")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -143,15 +144,21 @@ class Residence:
         """Return the record bytes for a tile with `numel` elements in the own range, or in another rank's range."""
         return sum(region.plane(plane).disk_bytes(numel) for plane in self.planes_on(DISK, region, is_own))
 
+    def disk_bytes(self, region: Region) -> dict[str, int]:
+        """Return the bytes on disk by plane name: whole pages for each tile."""
+        sizes: dict[str, int] = {}
+        for owner in self.sharding.partners:
+            names = self.planes_on(DISK, region, owner == self.sharding.owner)
+            lengths = Counter(end - begin for begin, end in self.tiles(region, owner)) if names else {}
+            for name in names:
+                plane = region.plane(name)
+                num_bytes = sum(count * plane.disk_bytes(length) for length, count in lengths.items())
+                sizes[name] = sizes.get(name, 0) + num_bytes
+        return sizes
+
     def num_bytes(self, regions: Iterable[Region]) -> int:
         """Return the bytes for all records."""
-        sizes = (
-            self.record_bytes(region, end - begin, owner == self.sharding.owner)
-            for region in regions
-            for owner in self.sharding.partners
-            for begin, end in self.tiles(region, owner)
-        )
-        return sum(sizes)
+        return sum(sum(self.disk_bytes(region).values()) for region in regions)
 
 
 def _between(borders: Sequence[int], begin: int, end: int, max_length: int) -> list[tuple[int, int]]:

@@ -35,6 +35,8 @@ class Rates:
     launch_s: seconds to launch a small torch operation from Python, forward only.
     nvme_read_bytes_per_s, nvme_write_bytes_per_s: disk rates without the page cache. Both None: no disk; only write
         None: read-only disk.
+    nvme_both_ways_bytes_per_s: disk reads and writes of equal size at the same time, summed; None: neither slows the
+        other.
     collective_bytes_per_s: exchange rate between one rank and the others; None: one device, or unknown.
     network_bytes_per_s: send rate to other machines, equal to the receive rate, for all ranks together; None: unknown.
     network_latency_s: seconds per exchange between machines, independent of size.
@@ -42,6 +44,8 @@ class Rates:
         matrix product rate.
     moved_bytes_per_s: device memory reads and writes of elementwise kernels: products with a broadcast, casts, norms,
         updates. None: 0.66 of `device_bytes_per_s`.
+    fresh_bytes_per_s: memory of large results, taken from the system each time and filled with zeros by it; None: an
+        allocator keeps memory, as on an accelerator.
     """
 
     h2d_bytes_per_s: float
@@ -58,6 +62,8 @@ class Rates:
     network_latency_s: float = 0.0
     attention_flops_per_s: Mapping[str, float] | None = None
     moved_bytes_per_s: float | None = None
+    nvme_both_ways_bytes_per_s: float | None = None
+    fresh_bytes_per_s: float | None = None
 
     def attention(self, precision: str) -> float:
         """Return the rate of fused attention in FLOP/s."""
@@ -69,6 +75,18 @@ class Rates:
         """Rate of elementwise kernels in bytes per second."""
         measured = self.moved_bytes_per_s
         return _MOVED_SHARE * self.device_bytes_per_s if measured is None else measured
+
+    @property
+    def disk_share(self) -> float:
+        """Part of the time of a disk transfer in which no transfer in the other direction can run: 0 to 1.
+
+        1: a disk that reads and writes in turn. 0: reads and writes do not slow each other.
+        """
+        read, write, both = self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s, self.nvme_both_ways_bytes_per_s
+        if read is None or write is None or both is None:
+            return 0.0
+        seconds_in_turn, seconds_together = 1 / read + 1 / write, 2 / both
+        return min(1.0, seconds_together / seconds_in_turn)
 
     @property
     def has_disk(self) -> bool:

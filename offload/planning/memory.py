@@ -22,9 +22,9 @@ from offload.tiers.placement import TIERS
 BUDGETS = {tier: f"offload.{field}" for tier, field in TIERS.items()}
 """Config key of the budget for each tier."""
 _DISK_RINGS = f"{DISK} "
+"""Begin of the names of disk rings."""
 _SUMMED_PART = 1 << 23
 """Elements staged at once for a gradient sum: 32 MiB in fp32. The gradient of a large layer needs no more."""
-"""Begin of the names of disk rings."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
@@ -137,10 +137,8 @@ def staging_bytes(
             continue
         itemsize = 4 if wide else region.plane("gradients").dtype.itemsize
         numel = region.numel // own
-        if accumulates:
-            sizes += [itemsize * (part.stop - part.start) for part in summed_parts(numel)]
-        else:
-            sizes.append(itemsize * numel)
+        parts = summed_parts(numel) if accumulates else [slice(0, numel)]
+        sizes += [itemsize * (part.stop - part.start) for part in parts]
     return window_bytes(sizes, stagings)
 
 
@@ -228,6 +226,7 @@ def plan_memory(
     """
     common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
+    has_disk = residence.indices_on(DISK)
     on_host = summed_regions(regions, units, passes, splits)
     waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
     for region in regions:
@@ -237,13 +236,15 @@ def plan_memory(
             plane = region.plane("gradients")
             key = common, plane.label
             totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
+        on_disk = residence.disk_bytes(region) if region.index in has_disk else {}
         for plane in region.planes:
             tier = residence.tier(region, plane)
             has_no_plane = region.index in on_host or not waits_for_norm
             if plane.state == "gradients" and tier != DISK and has_no_plane:
                 continue
             key = tier, plane.label
-            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, plane)
+            num_bytes = on_disk[plane.name] if tier == DISK else sharding.plane_bytes(region, plane)
+            totals[key] = totals.get(key, 0) + num_bytes
         for factor in region.factors:
             key = common, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)

@@ -17,7 +17,8 @@ DECODING = "decoding"
 
 def decoding_bytes(regions: Iterable[Region]) -> int:
     """Return the decoding workspace bytes for these regions."""
-    needs = [(region.travels.tables.nbytes, region.travels.workspace_bytes(region.numel)) for region in regions]
+    kinds = {(id(region.travels), region.numel): region for region in regions}  # experts are many and equal
+    needs = [(each.travels.tables.nbytes, each.travels.workspace_bytes(each.numel)) for each in kinds.values()]
     table_bytes = max((tables for tables, _ in needs), default=0)
     return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
 

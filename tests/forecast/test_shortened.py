@@ -68,7 +68,7 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
 @pytest.mark.parametrize("name", ["few slots", "all stay"])
 @pytest.mark.parametrize("ratio", [0.3, 1.5])
 def test_a_step_of_many_passes_is_extrapolated_from_two(name: str, ratio: float) -> None:
-    its = replace(CASES[name], passes=9, accumulates=True)
+    its = replace(CASES[name], passes=9, summed=frozenset(region.index for region in CASES[name].regions))
     seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
     calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
     all_of_it, few = simulate(calls, its, seconds), simulate_passes(calls, its, seconds, 6)

@@ -91,6 +91,21 @@ def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: SimulatedLanes
     assert lanes.busy_s["nvme_read"] == 3.0
 
 
+@pytest.mark.parametrize(
+    ("share", "ends"),
+    [
+        (0.0, (4.0, 2.0, 6.0)),  # neither direction slows the other
+        (1.0, (4.0, 6.0, 8.0)),  # one after the other
+        (0.75, (4.0, 4.5, 6.0)),  # the write ends when the disk has done 3/4 of both, the next read is not slowed
+    ],
+)
+def test_reads_and_writes_share_a_disk(share: float, ends: tuple[float, float, float]) -> None:
+    lanes = SimulatedLanes(dict.fromkeys(("nvme_read", "nvme_write"), float), disk_share=share)
+    read, write, next_read = submit(lanes.fetch_read, 4), submit(lanes.update_write, 2), submit(lanes.fetch_read, 2)
+    lanes.wait([read, write, next_read])
+    assert (read.end, write.end, next_read.end) == ends
+
+
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_compute_that_sends_over_the_network_waits_and_does_not_compute(in_stream: bool) -> None:
     """Break: count network time as compute, so that a network-bound step is reported as compute-bound."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
+from offload.extras.plan import simulated_step
+from offload.extras.plan.op_counter import OpCounter
 from offload.extras.plan.simulated_step import simulate
 from offload.extras.plan.timing import PlannedStep, compute_seconds, kernel_seconds
 from offload.extras.plan.workload import Cost, Workload
@@ -116,13 +118,15 @@ def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block read soon after its update comes from the ring of the updates: how often, depends on size and depth."""
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 64)
-    placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path), device_memory="400KiB")
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 256)
+    monkeypatch.setattr(simulated_step, "FEW", 4)
+    monkeypatch.setattr(simulated_step, "FEWER", 3)
+    placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path), device_memory="200KiB")
     settings = Settings(throttle=THROTTLE, clip="deferred", update=update, placement=placement)
     torch.manual_seed(0)
-    model = Stack(WIDTH, 30)
+    model = Stack(WIDTH, 12)
     its = planned(model, settings)
-    step = PlannedStep(its, workload(WIDTH, 30, settings), MACHINE)
+    step = PlannedStep(its, workload(WIDTH, 12, settings), MACHINE)
     with closing(Engine(model, settings=settings)) as engine:
         for batch in batches(4):
             engine.step(batch, loss_of)
@@ -139,6 +143,18 @@ def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: i
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
     assert compute_seconds(use, [cost], 4, Settings(), gpu) == (2.0 * runs * 1.03, 1.5 * runs)
     assert compute_seconds(use, [cost], 4, Settings(), replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
+
+
+def test_large_results_on_a_cpu_are_in_memory_that_the_system_fills_with_zeros() -> None:
+    counter = OpCounter()
+    small, large = (torch.empty(rows, 1 << 10, device="meta") for rows in (1 << 10, 1 << 13))
+    with counter.watching():
+        kept = small + 1, large * 2
+    assert counter.cost.fresh_bytes == kept[1].nbytes == 32 << 20
+    use, cost = work("x", 0.0, 0.0), Cost(2.0, 0.0, 3, fresh_bytes=4e9)
+    cpu = replace(MACHINE, rates=replace(RATES, fresh_bytes_per_s=2e9))
+    assert compute_seconds(use, [cost], 1, Settings(), cpu) == (4.0, 0.0)
+    assert compute_seconds(use, [cost], 1, Settings(), MACHINE) == (2.0, 0.0), "an allocator that keeps memory"
 
 
 @pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])

@@ -35,7 +35,9 @@ RATES = {
     "launch_s": 8.0,
     "attention_flops_per_s": {"fp32": 11.0, "bf16": 12.0},
     "moved_bytes_per_s": 13.0,
+    "fresh_bytes_per_s": 14.0,
 }
+DISKS = {"nvme_read_bytes_per_s": 9.0, "nvme_write_bytes_per_s": 10.0, "nvme_both_ways_bytes_per_s": 11.0}
 pytestmark = cpu_only("without an accelerator; tests/accelerator has the one with")
 
 
@@ -50,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def disks(places: Any, *_: Any) -> dict[str, Any]:
         seen.append("disks")
-        return {"nvme_read_bytes_per_s": 9.0, "nvme_write_bytes_per_s": 10.0}
+        return DISKS
 
     monkeypatch.setattr(probing, "_machine_rates", machine)
     monkeypatch.setattr(probing, "_disk_rates", disks)
@@ -67,7 +69,7 @@ def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(torch.get_rng_state(), drawn), "training that is measured first would draw other numbers"
     assert (found.device, found.num_devices, found.device_bytes, found.shares_memory) == ("cpu", 1, None, False)
     rates = {name: value for name, value in vars(found.rates).items() if value}
-    assert set(rates) == {*RATES, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"} == set(found.sources)
+    assert set(rates) == {*RATES, *DISKS} == set(found.sources)
     flat = [*rates.pop("flops_per_s").values(), *rates.pop("attention_flops_per_s").values(), *rates.values()]
     assert all(type(rate) is float and math.isfinite(rate) and rate > 0 for rate in flat)
     assert found.host_bytes > 0

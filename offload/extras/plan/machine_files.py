@@ -190,10 +190,11 @@ def share_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     if num_ranks == 1:
         return hardware
     shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
+    shared += ["nvme_both_ways_bytes_per_s"]
     flops: dict[str, Any] = {}
     if hardware.device == "cpu":
         shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
-        shared += ["moved_bytes_per_s"]
+        shared += ["moved_bytes_per_s", "fresh_bytes_per_s"]
         flops = {
             name: {precision: rate / num_ranks for precision, rate in by_precision.items()}
             for name in ("flops_per_s", "attention_flops_per_s")

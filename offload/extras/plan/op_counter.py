@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from offload.extras.plan.workload import NO_COST, Cost
 
 _MOST_KNOWN = 1 << 22
 """Size limit, in elements, for values computed on the CPU."""
+_FRESH_BYTES = 32 << 20
+"""Smallest result that the C library always maps by itself (glibc: the largest `M_MMAP_THRESHOLD`)."""
 _aten = torch.ops.aten
 _VALUE_READS = (_aten._local_scalar_dense.default,)
 _COPIES = (_aten._to_copy.default,)
@@ -109,7 +112,7 @@ class OpCounter(WatchingMode):
                 self._remember(self._others, tensor, key, 0)
         stand_in = _STAND_INS.get(func.overloadpacket) if inputs and inputs[0].is_meta else None
         result: Any = (stand_in or func)(*args, **kwargs)
-        outputs = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
+        outputs, fresh_bytes = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)], 0
         for tensor in outputs:
             key = self.storage_of(tensor)
             if tensor.is_meta and key not in self._own and key not in self._others:
@@ -117,6 +120,9 @@ class OpCounter(WatchingMode):
                 self._remember(self._own, tensor, key, num_bytes)
                 self.live_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                fresh_bytes += num_bytes if num_bytes >= _FRESH_BYTES else 0
+        if fresh_bytes:
+            self.cost += replace(NO_COST, fresh_bytes=fresh_bytes)
         if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
             if func.overloadpacket in _GATHERS:
                 inputs = [*outputs, *inputs[1:]]

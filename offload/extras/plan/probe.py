@@ -87,6 +87,14 @@ def device_bytes_per_second(device: torch.device, num_bytes: int) -> float:
     return 2 * flat.nbytes / _best_seconds(run)
 
 
+def fresh_bytes_per_second(num_bytes: int) -> float:
+    """Return the rate at which the system hands out memory for large results, beside the time to fill it."""
+    kept = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    fresh_s = _best_seconds(lambda: torch.empty(num_bytes, dtype=torch.uint8, device="cpu").fill_(1))
+    filling_s = _best_seconds(lambda: kept.fill_(1))
+    return num_bytes / max(fresh_s - filling_s, 1e-6)
+
+
 def moved_bytes_per_second(device: torch.device, num_bytes: int) -> float:
     """Return the rate of elementwise kernels in bytes read and written per second.
 
@@ -205,7 +213,7 @@ LEFT_OUT: Mapping[str, str] = {"memory": "Free memory changes all the time; the 
 _PAGE_BYTES = 4096
 LEAST_BYTES = 4 << 20
 """Minimum bytes for a disk measurement."""
-_DISK_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+_DISK_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_both_ways_bytes_per_s")
 _FLOPS = {"flops_per_s": flops_per_second, "attention_flops_per_s": attention_flops_per_second}
 """Measurements repeated for each precision."""
 _MACHINE_RATES = (
@@ -213,6 +221,9 @@ _MACHINE_RATES = (
     *list(_FLOPS)[1:],
     "moved_bytes_per_s",
 )
+_CPU_RATES = (*_MACHINE_RATES, "fresh_bytes_per_s")
+_FRESH_BYTES = 64 << 20
+"""Size of a result whose memory the C library takes from the system each time."""
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -273,7 +284,8 @@ def probe(
             write_json(path, {"about": key, "day": day, "rates": rates})
         return {**rates, "day": day}
 
-    rates = rates_of(key, _MACHINE_RATES, lambda: _machine_rates(accelerator, sizes))
+    names = _CPU_RATES if accelerator is None else _MACHINE_RATES
+    rates = rates_of(key, names, lambda: _machine_rates(accelerator, sizes))
     if places:
         rates |= rates_of(_disk_key(places), _DISK_RATES, lambda: _disk_rates(places, sizes))
     elif reads is not None:
@@ -364,6 +376,7 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         "moved_bytes_per_s": moved_bytes_per_second(device, num_bytes),
         "host_bytes_per_s": host,
         "launch_s": launch_seconds(device),
+        **({"fresh_bytes_per_s": fresh_bytes_per_second(min(room, _FRESH_BYTES))} if accelerator is None else {}),
     }
 
 
@@ -387,14 +400,27 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
                 file.sync()
             return time.perf_counter() - begin
 
+        def seconds_both_ways(stop: int) -> float:
+            """Return the seconds to read the first half of `stop` bytes, and to write the second meanwhile."""
+            half = stop // 2 // _PAGE_BYTES * _PAGE_BYTES
+            begin = time.perf_counter()
+            transfers = [engine.read(file, 0, block[: half // 8]) for file in files]
+            transfers += [engine.write(file, half, block[half // 8 : 2 * half // 8]) for file in files]
+            wait_for_all(transfers)
+            for file in files:
+                file.sync()
+            return time.perf_counter() - begin
+
         most = _bytes_within(sizes.disk_s, seconds(True, LEAST_BYTES), num_bytes)
         seconds(True, most)  # the first write to reserved space is slower than overwriting, and a run mostly overwrites
         write_seconds = seconds(True, most)
         for file in files:
             _drop_cached(file)
         read_seconds = seconds(False, most)
-    rates = {"nvme_read_bytes_per_s": read_seconds, "nvme_write_bytes_per_s": write_seconds}
-    return {name: len(places) * most / max(seconds_taken, 1e-6) for name, seconds_taken in rates.items()}
+        for file in files:
+            _drop_cached(file)
+        taken = read_seconds, write_seconds, seconds_both_ways(most)
+    return {name: len(places) * most / max(each, 1e-6) for name, each in zip(_DISK_RATES, taken, strict=True)}
 
 
 def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:

@@ -36,6 +36,21 @@ class _WorkItem:
 
 
 @dataclass(eq=False)
+class _SharedDevice:
+    """A disk, whose reads and writes share the work of one controller."""
+
+    share: float
+    """Part of the time of a transfer in which no transfer in the other direction can run: 0 to 1."""
+    free_at: float = 0.0
+    """Time when all such parts end, in simulated seconds."""
+
+    def seconds_of(self, begin: float, seconds: float) -> float:
+        """Return how long a transfer takes that begins at `begin` and takes `seconds` alone."""
+        self.free_at = max(begin, self.free_at) + self.share * seconds
+        return max(seconds, self.free_at - begin)
+
+
+@dataclass(eq=False)
 class _Link:
     """Link that does one work item at a time, in request order."""
 
@@ -45,6 +60,8 @@ class _Link:
     """Time when all assigned work ends, in simulated seconds."""
     busy_s: float = 0.0
     """Total work time so far, in seconds."""
+    device: _SharedDevice | None = None
+    """The device that does the work of this link and of another one."""
 
 
 class _TimedLane(Lane):
@@ -119,9 +136,10 @@ class SimulatedLane(_TimedLane):
         begin = max(time, link.free_at)
         if link.name == COMPUTE and item.last is not None and item.last.end == time:
             self._lanes.expose(link.free_at, item.last)
-        item.ticket.begin, item.ticket.end = begin, begin + item.seconds
+        seconds = item.seconds if link.device is None else link.device.seconds_of(begin, item.seconds)
+        item.ticket.begin, item.ticket.end = begin, begin + seconds
         link.free_at = item.ticket.end
-        link.busy_s += item.seconds
+        link.busy_s += seconds
         heapq.heappush(self._lanes.events, (item.ticket.end, item.number, self, item))
 
 
@@ -146,15 +164,25 @@ class SimulatedLanes(Lanes):
     least as long as the kernel launches.
     """
 
-    def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
+    def __init__(
+        self,
+        seconds: Mapping[str, Seconds],
+        *,
+        in_stream: bool = False,
+        inline: bool = False,
+        disk_share: float = 0.0,
+    ) -> None:
         """`seconds` maps link names to duration functions: "h2d", "d2h", "update", "nvme_read", "nvme_write",
         "collective", "network", "update_on_device", "decoding" (bytes read and written; no other compute runs
         meanwhile) and "here" (compute work on states). `inline`: compute does all copies and updates except disk I/O.
+        `disk_share`: part of the time of a disk transfer in which no transfer in the other direction can run.
         """
         self.now_s = self.compute_s = self.exchange_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._seconds, self._in_stream = seconds, in_stream
         self._links = {name: _Link(name) for name in LANES}
+        if disk_share:
+            self.link("nvme_read").device = self.link("nvme_write").device = _SharedDevice(disk_share)
         self.events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
         """Started work, as a heap by end time."""
         self.numbers = itertools.count(1)

@@ -117,9 +117,10 @@ class SimulatedPlan:
     corrects: True if speculative clipping has to correct updates.
     wide: True if the gradient buffer sums in fp32.
     passes: passes of a step.
-    accumulates: True if gradients of several passes add up on the host.
+    summed: indices of regions whose gradients add up on the host: over several passes, or over layers with one weight.
     step_host_s: host seconds per step.
     tile_host_s: host seconds per submitted update tile.
+    disk_share: part of its time that a read from disk takes from writes, and a write from reads.
     """
 
     regions: tuple[Region, ...]
@@ -141,9 +142,10 @@ class SimulatedPlan:
     corrects: bool = False
     wide: bool = False
     passes: int = 1
-    accumulates: bool = False
+    summed: frozenset[int] = frozenset()
     step_host_s: float = 0.0
     tile_host_s: float = 0.0
+    disk_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,9 @@ class SimulatedEngine:
     def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
         self._device_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
-        self.lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
+        self.lanes = lanes = SimulatedLanes(
+            seconds, in_stream=plan.in_stream, inline=plan.inline, disk_share=plan.disk_share
+        )
         device_class = _SimulatedAccelerator if plan.in_stream else _SimulatedDevice
         device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
@@ -290,7 +294,7 @@ class SimulatedEngine:
             comm=SimulatedRanks(plan.residence.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
-        summed = [region.index for region in plan.regions if region.trainable and plan.accumulates]
+        summed = [region.index for region in plan.regions if region.index in plan.summed]
         if settings.keeps_gradients or summed:
             self._store.hold_gradients(summed)
         deferred = DeferredUpdates()

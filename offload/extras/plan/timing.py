@@ -265,7 +265,7 @@ class PlannedStep:
 
     def simulated_plan(self, most_tiles: int = _MOST_TILES) -> SimulatedPlan:
         """Return the description of the engine lanes for the simulation, with at most `most_tiles` tiles per region."""
-        settings, plan = self.settings, self.plan
+        settings, plan, rates = self.settings, self.plan, self.hardware.rates
         resident = resident_regions(self.units)
         names = [work.name for work in self.workload.calls]
         often = {name for name in names if name is not None and names.count(name) > 1}
@@ -311,10 +311,14 @@ class PlannedStep:
             corrects=self.clips,
             wide=settings.splits and (self.workload.num_micro_batches > 1 or sharding.dispatches),
             passes=self.workload.num_passes,
-            accumulates=self.workload.num_passes > 1,
+            summed=frozenset(region.index for region in regions if region.trainable and self._is_summed(region)),
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
+            disk_share=0.0 if {"nvme_read", "nvme_write"} & settings.throttles.keys() else rates.disk_share,
         )
+
+    def _is_summed(self, region: Region) -> bool:
+        return self.workload.num_passes > 1 or region.index in self.plan.summed
 
     def _clip(self) -> str:
         """Return the time of updates, "deferred" or "speculative". With "auto", a run whose gradients are clipped
@@ -388,6 +392,8 @@ def compute_seconds(
     exchange = Throttle(rates.collective_bytes_per_s)
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
     kernels = sum(sum(kernel_seconds(cost, settings.precision, rates, share)) for cost in costs)
+    if rates.fresh_bytes_per_s is not None:
+        kernels += sum(cost.fresh_bytes for cost in costs) / rates.fresh_bytes_per_s
     device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
     device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
     host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s

@@ -16,6 +16,7 @@ class Cost:
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     attention_flops: the part of `flops` in fused attention.
     fp8_flops: the part of `flops` in FP8 products.
+    fresh_bytes: bytes of results in memory that a CPU's allocator takes from the system each time, and gives back.
     """
 
     flops: float
@@ -25,6 +26,7 @@ class Cost:
     exchanged_bytes: float = 0.0
     attention_flops: float = 0.0
     fp8_flops: float = 0.0
+    fresh_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
