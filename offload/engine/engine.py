@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.amounts import Amount
+from offload.amounts import Amount, Tell
 from offload.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
@@ -119,7 +119,7 @@ class Engine(StateAccess):
     def __repr__(self) -> str:
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
-    def tell_stages(self, tell: Callable[[str, Callable[[], Amount]], None]) -> None:
+    def tell_stages(self, tell: Tell) -> None:
         """Call `tell` when a long stage begins: those that a new kind of batch needs before the step, and reads and
         writes of files. `tell` gets a name, and a function for the amount of work done, to call from any thread.
         """

@@ -249,6 +249,16 @@ class EngineState:
                 pinning=self.device.pinning,
             )
 
+    def begin_stage(self, text: str) -> None:
+        """Tell of a long stage. The amount is the current place in a pass, and the bytes moved since now."""
+        begin = self.counters.total
+
+        def amount() -> Amount:
+            total = self.counters.total  # counts from zero again when a step begins
+            return Amount(total - begin if total >= begin else total, place=self.runner.place)
+
+        self.tell(text, amount)
+
     def amount(self) -> Amount:
         """Return the current place in a pass, and the bytes moved between tiers in this step."""
         return Amount(self.counters.total, place=self.runner.place)

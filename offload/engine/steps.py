@@ -229,7 +229,7 @@ class Steps:
                     self.trial_runs.accept(inputs)
                 is_due = self._is_check_due(inputs, is_recorded)
             if is_due or inputs.plan.has_other_values or departed is not None:
-                self._state.tell("comparing the engine with plain PyTorch", self._state.amount)
+                self._state.begin_stage("comparing the engine with plain PyTorch")
                 self.equivalence.check(inputs, self._take_sample(inputs))
                 self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
@@ -239,7 +239,7 @@ class Steps:
             state.attention.begin_pass(inputs.plan.needs_mask)
             self._check_parts(inputs)
             if is_recorded or is_due:
-                self._state.tell("running the first pass", self._state.amount)
+                self._state.begin_stage("running the first pass")
             self.trial_runs.is_complete = True
         return inputs
 
@@ -287,7 +287,7 @@ class Steps:
     def _record(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record calls on a few rows of the batch; return the inputs with the trial results."""
         state, mode = self._state, self._state.execution_mode
-        self._state.tell("recording the model on a few rows", self._state.amount)
+        self._state.begin_stage("recording the model on a few rows")
         state.updates.flush()
         state.slots.compute_after_resident()
         state.attention.begin_pass(inputs.plan.needs_mask or departed is not None)  # a trial may drop masks

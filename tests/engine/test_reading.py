@@ -223,6 +223,8 @@ def test_a_parameter_reads_as_in_plain_torch(trained: Trained, name: str) -> Non
     reads = {
         key: lambda read=read: assert_same(outcome(read, ours), outcome(read, theirs)) for key, read in READS.items()
     }
+    if name == STAYS:  # nn.Parameter takes no instance of a subclass whose detach() is a plain tensor, and says so
+        del reads["Parameter of itself"]
     assert not failures(reads)
 
 
@@ -550,6 +552,18 @@ def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
     engine.close()
 
 
+class RefusesGradients(torch.autograd.Function):
+    """The identity, with a backward that raises TypeError."""
+
+    @staticmethod
+    def forward(_ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise TypeError(f"no gradient of shape {gradients[0].shape}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["backward", "recompute", "forward"])
 def test_reads_come_after_a_part_has_failed(what: str) -> None:
@@ -563,8 +577,8 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
         return layer(hidden, position_embeddings=places).sum()
 
     def fail() -> None:
-        if what == "backward":  # a second gradient, without a step that allocates room for sums
-            call().backward()
+        if what == "backward":
+            layer.mlp.act_fn = RefusesGradients.apply
             call().backward()
         elif what == "recompute":
             loss, layer.mlp.act_fn = call(), None

@@ -109,7 +109,8 @@ class PlainProgress(Progress):
             self.say(f"{text} ... (after {clock(time.monotonic() - self._began_s)})")
 
     def begin_step(self, number: int, measure: Measure) -> None:
-        self._begin(f"step {number}", measure, LINE_S)
+        since_line_s = time.monotonic() - self._last_line_s
+        self._begin(f"step {number}", measure, max(0.0, LINE_S - since_line_s))
 
     def _begin(self, text: str, measure: Measure, line_after_s: float) -> None:
         now = time.monotonic()
@@ -127,6 +128,7 @@ class PlainProgress(Progress):
         work, now = self._work, time.monotonic()
         if work is not None and now >= work.next_line_s:
             work.next_line_s = now + LINE_S
+            self._last_line_s = now
             amount = work.describe(now)
             self.say(f"{work.text} ... {amount}{' ' if amount else ''}(after {clock(now - self._began_s)})")
 

@@ -41,6 +41,14 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a sum in place. On a CPU, torch would first make a copy of the whole gradient in fp32."""
+    if total.dtype == torch.float32 and gradient.is_contiguous() and gradient.dtype in (total.dtype, torch.bfloat16):
+        kernels.accumulate(total, gradient)
+    else:
+        total.add_(gradient)
+
+
 class GradientFlow:
     """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
     region.
@@ -272,7 +280,7 @@ class GradientFlow:
         flat = self._lasting[region] if lasts else self._open[region][0]
         if touched[position]:
             self.measures.record_square(piece, None)
-            flat[span].add_(gradient)
+            _add(flat[span], gradient)
         elif flat.is_cpu and flat.dtype == gradient.dtype and not is_summed:
             # Measure the gradient while it is still in the cache.
             self.measures.record_square(piece, kernels.copy_sum_squares(gradient, flat[span]))

@@ -62,6 +62,18 @@ class Trial:
         finally:
             before.put_back()
 
+    @contextmanager
+    def without_weight_gradients(self) -> Iterator[None]:
+        """Context in which no weight of the unit requires a gradient."""
+        weights = [weight for weight in self.unit.live().values() if weight.requires_grad]
+        for weight in weights:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.requires_grad_()
+
     def run(
         self,
         forward: Forward,

@@ -87,7 +87,9 @@ class RowTrials:
     def confirm(self, equal: Tiles, unit_forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Tiles | None:
         """Return the results `equal` of an equal unit for this unit; None if this unit behaves differently.
 
-        Three runs of the unit, against some twenty of its modules and five of the unit in `find`.
+        Three runs of the unit, against some twenty of its modules and five of the unit in `find`. Results and gradients
+        of inputs are compared: gradients of weights would take most of the time and memory, and the code that makes
+        them was tried in the equal unit.
         """
         if not equal.modules:
             return equal
@@ -95,11 +97,12 @@ class RowTrials:
             return None
         self._num_rows = tensors[equal.input].shape[equal.axis]
         modules = [replace(rows, module=self._module.get_submodule(rows.name)) for rows in equal.modules]
-        tiled = self._tiled(unit_forward, modules)
-        whole = self._trial.run(unit_forward, tensors, has_graph=True)
+        tiled, needs = self._tiled(unit_forward, modules), [t.is_floating_point() for t in tensors]
         try:
-            results = self._trial.run(tiled, tensors).results
-            gradients = self._trial.run(tiled.for_recomputation(), tensors, has_graph=True).gradients
+            with self._trial.without_weight_gradients():
+                whole = self._trial.run(unit_forward, tensors, needs, has_graph=True)
+                results = self._trial.run(tiled, tensors).results
+                gradients = self._trial.run(tiled.for_recomputation(), tensors, needs, has_graph=True).gradients
         except RuntimeError:
             return None
         is_same = all(map(are_near, whole.results, results)) and are_near_gradients(whole.gradients, gradients, tensors)
