@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -38,6 +39,17 @@ RESULT = Path(__file__).parent / "results" / "real_size.json"
 RUNS_KEPT = 2
 SILENCE_S = 10.0
 """The longest time without output that counts as none."""
+OPENING, STEPS = "opening", "step "
+PHASES = (
+    "reading the weights",
+    "recording the model",
+    "comparing the engine",
+    "running the first pass",
+    STEPS,
+    "saving the states",
+    "exporting",
+)
+"""Phases of a run, by the begin of the first line of each."""
 LANES = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "nvme_read": "nvme_read_bytes", "nvme_write": "nvme_write_bytes"}
 """Counters of a step in metrics.jsonl, by lane."""
 ON_DISK = {
@@ -66,8 +78,10 @@ class Watch:
     kill_at: str = ""
     """Kill the process when a line of output contains this text. Empty: never."""
     lines: list[tuple[float, str]] = field(default_factory=list)
-    private_bytes: int = 0
-    """Most private memory: pages that no file has."""
+    private_bytes: dict[str, int] = field(default_factory=dict)
+    """Most private memory, pages that no file has, by phase of the run."""
+    phase: str = OPENING
+    """The current phase."""
     disk_bytes: int = 0
     """Most bytes on disk for states."""
 
@@ -79,6 +93,7 @@ class Watch:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic() - begin, line.rstrip()))
+            self.phase = next((text for text in PHASES if line.startswith(text)), self.phase)
             print(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}", file=sys.stderr, flush=True)
             if self.kill_at and self.kill_at in line:
                 self.process.send_signal(signal.SIGKILL)
@@ -92,8 +107,10 @@ class Watch:
             with contextlib.suppress(OSError):  # it has ended
                 found = re.search(r"RssAnon:\s+(\d+) kB[\s\S]*RssShmem:\s+(\d+) kB", status.read_text())
                 if found:
-                    self.private_bytes = max(self.private_bytes, 1024 * (int(found[1]) + int(found[2])))
-                self.disk_bytes = max(self.disk_bytes, sum(map(size_of, self._state_files())))
+                    private_bytes = 1024 * (int(found[1]) + int(found[2]))
+                    self.private_bytes[self.phase] = max(self.private_bytes.get(self.phase, 0), private_bytes)
+                if self.phase != OPENING:  # the rates of the disk are measured with a file too
+                    self.disk_bytes = max(self.disk_bytes, sum(map(size_of, self._state_files())))
             time.sleep(0.5)
 
     def _state_files(self) -> list[Path]:
@@ -111,6 +128,17 @@ class Watch:
         return times[-1 if last else 0] if times else float("nan")
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds in each phase before the first step ends, from one first line to the next."""
+        begins: dict[str, float] = {}
+        for second, line in self.lines:
+            for text in PHASES[: PHASES.index(STEPS) + 1]:
+                if line.startswith(text):
+                    begins.setdefault(text.strip(), second)
+        pairs = itertools.pairwise(begins.items())
+        return {text: round(after - second, 1) for (text, second), (_, after) in pairs}
+
+    @property
     def longest_silence(self) -> tuple[float, str]:
         """The longest time without a line, and the line before."""
         pairs = zip(self.lines, self.lines[1:], strict=False)
@@ -118,9 +146,9 @@ class Watch:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes a file takes on disk; 0 if it has gone."""
+    """Return the file size, all reserved on disk; 0 if the file has gone."""
     try:
-        return path.stat().st_blocks * 512
+        return path.stat().st_size
     except OSError:
         return 0
 
@@ -143,7 +171,7 @@ def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str 
     words = {**COMMON, "data.source": folder / "text.txt", "offload.nvme_dir": nvme, "run.dir": run} | dict(settings)
     command = [sys.executable, "-m", "offload.train"]
     for key, value in words.items():
-        command += [f"--{key}", str(value)]
+        command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     print(f"{name}: {' '.join(command[1:])}", file=sys.stderr)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -159,7 +187,7 @@ def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((run / "plan.json").read_text())
     silence, before = watch.longest_silence
-    ends = [watch.second_of(f"step {step['step']}/") for step in steps]
+    ends = [second for second, line in watch.lines if re.match(r"step \d+/", line)]
     return {
         "steps": len(steps),
         "losses": [step["loss"] for step in steps],
@@ -169,12 +197,14 @@ def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
             "first step": round(ends[0] - watch.second_of("recording the model"), 1) if ends else None,
             "steady step": round(statistics.median([step["step_seconds"] for step in steps[1:]] or [0]), 2),
             "longest silence": round(silence, 1),
+            "phases": watch.phases,
         },
         "longest silence after": before if silence > SILENCE_S else "",
-        "private bytes": watch.private_bytes,
+        "private bytes": {phase.strip(): num_bytes for phase, num_bytes in watch.private_bytes.items()},
         "device bytes": max(step["peak_device_bytes"] for step in steps),
         "host bytes": max(step["peak_host_bytes"] for step in steps),
         "disk bytes": watch.disk_bytes,
+        "reload": next((line for _, line in watch.lines if line.startswith("reloaded: ")), ""),
         "lane bytes": {lane: steps[-1][counter] for lane, counter in LANES.items()},
         "plan": {
             "device bytes": plan["tiers"]["device"]["bytes"],
@@ -197,7 +227,7 @@ def whole_life(preset: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]
     A checkpoint beside states with fp32 moments would need 24 bytes a parameter on disk, so the moments are int8 there.
     """
     full = {**ON_DISK, "model.preset": preset, "data.sequence_length": 256, "offload.host_memory": "6GiB"}
-    fp32 = train(folder, "fp32", {**full, "offload.device_memory": "4GiB", "train.steps": 3})
+    fp32 = train(folder, "fp32", {**full, "offload.device_memory": "4GiB", "train.steps": 6})
     yield f"{preset}, fp32 moments, device 4GiB", fp32
     full |= {"optimizer.states": "int8", "train.steps": 4}
     full |= {"checkpoint.every": 2, "checkpoint.keep": 1, "checkpoint.export": "true"}
@@ -236,7 +266,7 @@ def adapter_over(
 
 EXPERTS = {"offload.experts": "streamed", "lora.target_parameters": "mlp.experts.gate_up_proj"}
 LAYERS = {"lora.target_modules": "all-linear"}
-ATTENTION = {"offload.experts": "streamed", "lora.target_modules": "q_proj,k_proj,v_proj,o_proj"}
+ATTENTION = {"offload.experts": "streamed", "lora.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 GIB = 1 << 30
 
 

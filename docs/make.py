@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -323,7 +324,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PLANS, H200, STEPS, FIT = "readme.json", "gpu-nvidia-h200.json", "step.json", "fit.json"
+PLANS, H200, STEPS, FIT, REAL = "readme.json", "gpu-nvidia-h200.json", "step.json", "fit.json", "real_size.json"
 HOST_MEMORY = "the host's available memory"
 MEASURED = (
     ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile auto, 32768 tokens a step", "compiled"),
@@ -346,9 +347,17 @@ HOST_OPTIONS = {
 FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
 """Cards in the tables of the page "Will it fit?", with the GB in their name."""
 FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
-FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
-"""Cards in the tables of the page "Will it fit?", with the GB in their name."""
-FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
+
+
+REAL_MODELS = {
+    "3b": "Llama-3.2-3B",
+    "8b": "Llama-3.1-8B",
+    "qwen3-14b": "Qwen3-14B",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-120b": "gpt-oss-120b",
+}
+"""Names of the models in the runs of `benchmarks/real_size.py`, by preset."""
 
 
 def results(name: str) -> Any:
@@ -414,6 +423,36 @@ def host_table() -> str:
         each = [held[model]["host"] / told["parameters"][model] for model in models]
         spread = dict.fromkeys(f"{value:.1f}" for value in (min(each), max(each)))
         lines.append(f"| {words} | {' | '.join(cells)} | {' to '.join(spread)} | {flag} |")
+    return "\n".join(lines)
+
+
+def real_table() -> str:
+    """Return the table of runs at real size on few cores, measured beside planned: the mean of the runs of a title."""
+    lines = [
+        "| model | trained | process memory | device budget used | disk | first step | a step | planned |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for title, runs in results(REAL)["runs"].items():
+        preset, _, trained = title.partition(", ")
+        process = statistics.mean(max(run["private bytes"].values()) for run in runs)
+        device, disk = (statistics.mean(run[key] for run in runs) for key in ("device bytes", "disk bytes"))
+        first, step = (statistics.mean(run["seconds"][key] for run in runs) for key in ("first step", "steady step"))
+        planned = statistics.mean(run["plan"]["steady step"] for run in runs)
+        sizes = [f"{size / 2**30:.1f} GiB" if size else "–" for size in (process, device, disk)]
+        times = [f"{seconds:.0f} s" for seconds in (first, step, planned)]
+        lines.append(f"| {REAL_MODELS[preset]} | {trained} | {' | '.join([*sizes, *times])} |")
+    return "\n".join(lines)
+
+
+def real_rows() -> str:
+    """Return the README's table of runs at real size: the first run of each model."""
+    lines = ["| model | trained | process memory | disk | a step |", "|---|---|---|---|---|"]
+    seen: set[str] = set()
+    for line in real_table().splitlines()[2:]:
+        model, trained, process, _, disk, _, step, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        if model not in seen:
+            seen.add(model)
+            lines.append(f"| {model} | {trained} | {process} | {disk} | {step} |")
     return "\n".join(lines)
 
 
@@ -508,7 +547,8 @@ def fit_tables() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"plans": plans_table, "host": host_table, "steps": steps_text},
+    "README.md": {"plans": plans_table, "real": real_rows, "host": host_table, "steps": steps_text},
+    "docs/how-to/large-model.md": {"real": real_table},
     "docs/fit.md": {"tables": fit_tables},
     "docs/reference/data.md": {
         "row keys": row_keys_table,
