@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine
+from offload.engine.gradients import flow
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import twin
@@ -312,3 +313,23 @@ def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None
     found, wanted = (each.step(words(9, rows=3), cross_entropy) for each in (engine, reference))
     assert found.loss == wanted.loss
     assert found.grad_norm == wanted.grad_norm
+
+
+@pytest.mark.parametrize(("numel", "num_kernels"), [(1 << 20, 1), (100, 0)])
+def test_a_large_gradient_is_added_without_a_copy_in_fp32(
+    numel: int, num_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum has the bits of torch's own addition."""
+    calls: list[int] = []
+    accumulate = kernels.accumulate
+
+    def counted(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(gradient.numel())
+        return accumulate(total, gradient)
+
+    monkeypatch.setattr(kernels, "accumulate", counted)
+    total, gradient = torch.randn(numel, device="cpu"), torch.randn(numel, device="cpu").bfloat16()
+    wanted = total + gradient.float()
+    flow._add(total, gradient)
+    assert torch.equal(total, wanted)
+    assert len(calls) == num_kernels

@@ -41,9 +41,14 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+_LARGE_NUMEL = 1 << 20
+"""Elements of a gradient from which a copy in fp32 matters more than the calls of a kernel of our own."""
+
+
 def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient to a sum in place. On a CPU, torch would first make a copy of the whole gradient in fp32."""
-    if total.dtype == torch.float32 and gradient.is_contiguous() and gradient.dtype in (total.dtype, torch.bfloat16):
+    is_copied = total.is_cpu and gradient.dtype == torch.bfloat16 and total.dtype == torch.float32
+    if is_copied and gradient.numel() >= _LARGE_NUMEL and gradient.is_contiguous():
         kernels.accumulate(total, gradient)
     else:
         total.add_(gradient)
