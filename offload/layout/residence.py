@@ -147,10 +147,11 @@ class Residence:
     def disk_bytes(self, region: Region) -> dict[str, int]:
         """Return the bytes on disk by plane name: whole pages for each tile."""
         sizes: dict[str, int] = {}
+        if DISK not in self.row(region).tiers.values():
+            return sizes
         for owner in self.sharding.partners:
-            names = self.planes_on(DISK, region, owner == self.sharding.owner)
-            lengths = Counter(end - begin for begin, end in self.tiles(region, owner)) if names else {}
-            for name in names:
+            lengths = Counter(end - begin for begin, end in self.tiles(region, owner))
+            for name in self.planes_on(DISK, region, owner == self.sharding.owner):
                 plane = region.plane(name)
                 num_bytes = sum(count * plane.disk_bytes(length) for length, count in lengths.items())
                 sizes[name] = sizes.get(name, 0) + num_bytes

@@ -226,7 +226,6 @@ def plan_memory(
     """
     common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
-    has_disk = residence.indices_on(DISK)
     on_host = summed_regions(regions, units, passes, splits)
     waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
     for region in regions:
@@ -236,7 +235,7 @@ def plan_memory(
             plane = region.plane("gradients")
             key = common, plane.label
             totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
-        on_disk = residence.disk_bytes(region) if region.index in has_disk else {}
+        on_disk = residence.disk_bytes(region)
         for plane in region.planes:
             tier = residence.tier(region, plane)
             has_no_plane = region.index in on_host or not waits_for_norm

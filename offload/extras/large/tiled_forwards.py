@@ -69,8 +69,8 @@ class TiledForwards(Stage):
         unit, tensors = trial.unit, arguments.tensors
         key = build_key(unit), arguments.structure, tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         with trial.restoring():
-            trials = RowTrials(trial)
-            found = key in self._by_build and trials.confirm(self._by_build[key], unit.forward, tensors)
+            trials, equal = RowTrials(trial), self._by_build.get(key)
+            found = None if equal is None else trials.confirm(equal, unit.forward, tensors)
             tiles = found or trials.find(unit.forward, tensors, rows)
         self._by_build.setdefault(key, tiles)
         return tiles

@@ -99,7 +99,7 @@ class Forecast:
     timing: Timing | None
     """Step timing; None: unknown."""
     step: PlannedStep | None
-    """The step that `timing` is about; None: unknown."""
+    """The simulated step; None: `timing` is unknown."""
     prepared: EnginePlan
     """Engine plan for this configuration."""
     refusal: str = ""
@@ -391,8 +391,8 @@ class Forecaster:
             times = False
         if workload is not None and times:
             try:
-                step = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks))
-                timing = step.simulate()
+                planned = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks))
+                step, timing = planned, planned.simulate()
             except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
