@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +347,6 @@ HOST_OPTIONS = {
 FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
 """Cards in the tables of the page "Will it fit?", with the GB in their name."""
 FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
-
-
 REAL_MODELS = {
     "3b": "Llama-3.2-3B",
     "8b": "Llama-3.1-8B",
@@ -426,34 +424,45 @@ def host_table() -> str:
     return "\n".join(lines)
 
 
-def real_table() -> str:
-    """Return the table of runs at real size on few cores, measured beside planned: the mean of the runs of a title."""
-    lines = [
-        "| model | trained | process memory | device budget used | disk | first step | a step | planned |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def real_rows() -> Iterator[dict[str, str]]:
+    """Yield the cells of runs at real size on few cores, by column: for each title the mean of the runs."""
     for title, runs in results(REAL)["runs"].items():
         preset, _, trained = title.partition(", ")
-        process = statistics.mean(max(run["private bytes"].values()) for run in runs)
-        device, disk = (statistics.mean(run[key] for run in runs) for key in ("device bytes", "disk bytes"))
-        first, step = (statistics.mean(run["seconds"][key] for run in runs) for key in ("first step", "steady step"))
-        planned = statistics.mean(run["plan"]["steady step"] for run in runs)
-        sizes = [f"{size / 2**30:.1f} GiB" if size else "–" for size in (process, device, disk)]
-        times = [f"{seconds:.0f} s" for seconds in (first, step, planned)]
-        lines.append(f"| {REAL_MODELS[preset]} | {trained} | {' | '.join([*sizes, *times])} |")
-    return "\n".join(lines)
+        bytes_of = {
+            "process memory": [max(run["private bytes"].values()) for run in runs],
+            "device budget used": [run["device bytes"] for run in runs],
+            "disk": [run["disk bytes"] for run in runs],
+        }
+        seconds_of = {
+            "first step": [run["seconds"]["first step"] for run in runs],
+            "a step": [run["seconds"]["steady step"] for run in runs],
+            "planned": [run["plan"]["steady step"] for run in runs],
+        }
+        sizes = {name: statistics.mean(found) / 2**30 for name, found in bytes_of.items()}
+        yield {
+            "model": REAL_MODELS[preset],
+            "trained": trained,
+            **{name: f"{size:.1f} GiB" if size else "–" for name, size in sizes.items()},
+            **{name: f"{statistics.mean(found):.0f} s" for name, found in seconds_of.items()},
+        }
 
 
-def real_rows() -> str:
-    """Return the README's table of runs at real size: the first run of each model."""
-    lines = ["| model | trained | process memory | disk | a step |", "|---|---|---|---|---|"]
-    seen: set[str] = set()
-    for line in real_table().splitlines()[2:]:
-        model, trained, process, _, disk, _, step, _ = (cell.strip() for cell in line.strip("|").split("|"))
-        if model not in seen:
-            seen.add(model)
-            lines.append(f"| {model} | {trained} | {process} | {disk} | {step} |")
-    return "\n".join(lines)
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table of rows with equal columns."""
+    head = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
+    return "\n".join([*head, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def real_table() -> str:
+    """Return the table of all runs at real size."""
+    return table(list(real_rows()))
+
+
+def real_readme() -> str:
+    """Return the README's table of runs at real size: the first title of each model, in few columns."""
+    first = {row["model"]: row for row in reversed(list(real_rows()))}
+    columns = ("model", "trained", "process memory", "disk", "a step")
+    return table([{name: row[name] for name in columns} for row in reversed(first.values())])
 
 
 def steps_text() -> str:
@@ -547,7 +556,7 @@ def fit_tables() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"plans": plans_table, "real": real_rows, "host": host_table, "steps": steps_text},
+    "README.md": {"plans": plans_table, "real": real_readme, "host": host_table, "steps": steps_text},
     "docs/how-to/large-model.md": {"real": real_table},
     "docs/fit.md": {"tables": fit_tables},
     "docs/reference/data.md": {
