@@ -114,6 +114,13 @@ void py_decode(int codec, Address records, Address levels, Address numbers, Addr
   else run(at<float>(out));
 }
 
+void py_decode_mxfp4(Address exponents, Address codes, int64_t rows, int64_t columns, Address out, bool is_bf16,
+                     int threads, int isa) {
+  const Mxfp4Matrix matrix{at<const uint8_t>(exponents), at<const uint8_t>(codes), rows, columns};
+  if (is_bf16) decode_mxfp4(matrix, at<uint16_t>(out), execution(threads, isa));
+  else decode_mxfp4(matrix, at<float>(out), execution(threads, isa));
+}
+
 void py_encode_int8(Address weights, Address low, bool is_bf16, int64_t n, Address records, int threads, int isa) {
   const MasterWeights from{at<const void>(weights), at<const int16_t>(low), is_bf16};
   encode_int8(from, n, at<uint8_t>(records), execution(threads, isa));
@@ -196,6 +203,7 @@ NB_MODULE(_core, module) {
   module.def("round_bf16", &py_round_bf16, no_gil);
   module.def("accumulate", &py_accumulate, no_gil);
   module.def("decode", &py_decode, no_gil);
+  module.def("decode_mxfp4", &py_decode_mxfp4, no_gil);
   module.def("encode_int8", &py_encode_int8, no_gil);
   module.def("encode_rest", &py_encode_rest, no_gil);
   module.def("encode_nf4", &py_encode_nf4, no_gil);

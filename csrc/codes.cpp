@@ -40,6 +40,16 @@ void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t
 template void decode_nf4(const uint8_t*, const Nf4Tables&, float*, int64_t, Execution);
 template void decode_nf4(const uint8_t*, const Nf4Tables&, uint16_t*, int64_t, Execution);
 
+template <class T>
+void decode_mxfp4(const Mxfp4Matrix& matrix, T* out, Execution how) {
+  constexpr int64_t kBlocks = 4;  // the codes of a column in one cache line
+  parallel_chunks(matrix.rows / kMxfp4Block, kBlocks, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, decode_mxfp4_range(matrix, out, begin, end));
+  });
+}
+template void decode_mxfp4(const Mxfp4Matrix&, float*, Execution);
+template void decode_mxfp4(const Mxfp4Matrix&, uint16_t*, Execution);
+
 void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Execution how) {
   parallel_chunks((n + kInt8Block - 1) / kInt8Block, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
     OFFLOAD_DISPATCH(how.isa, encode_int8_range(weights, n, records, begin, end));

@@ -1,8 +1,10 @@
 // Encoding and decoding of weights in records of codes and scales. A record is copied before the weights are written,
 // because they may overlap the record.
 
-inline void store_as(float* p, Wide::Vec x) { Wide::store(p, x); }
-inline void store_as(uint16_t* p, Wide::Vec x) { Wide::store_bf16(p, x); }
+template <class Lane = Wide>
+inline void store_as(float* p, typename Lane::Vec x) { Lane::store(p, x); }
+template <class Lane = Wide>
+inline void store_as(uint16_t* p, typename Lane::Vec x) { Lane::store_bf16(p, x); }
 
 // The largest magnitude of kBlock weights; NaN where one is.
 template <int64_t kBlock>
@@ -53,6 +55,50 @@ void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, i
       }
     }
   }
+}
+
+// Powers of two, halved: the factor keeps the greatest one finite. Doubled numbers of fp4 make up for it.
+inline float half_power(uint8_t exponent) {
+  const auto bits = static_cast<uint32_t>(exponent);
+  return float_of(exponent > 1 ? (bits - 1) << 23 : 0x200000u << bits);
+}
+
+// Decodes blocks [begin, end) of 32 rows into the rows of the matrix. The record has them column by column, so kColumns
+// are decoded together: byte b of each has the codes of rows 2 b, in its lower half, and 2 b + 1.
+template <class Lane, int64_t kColumns, class T>
+inline void decode_mxfp4_columns(const Mxfp4Matrix& matrix, int64_t column, T* out, int64_t begin, int64_t end) {
+  alignas(64) const float levels[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+  const int64_t blocks = matrix.rows / kMxfp4Block;
+  for (int64_t block = begin; block < end; ++block) {
+    alignas(64) float sizes[kColumns];
+    alignas(64) uint8_t pairs[kMxfp4Block / 2][kColumns];
+    for (int64_t c = 0; c < kColumns; ++c) {
+      const int64_t place = (column + c) * blocks + block;
+      sizes[c] = half_power(matrix.exponents[place]);
+      for (int64_t b = 0; b < kMxfp4Block / 2; ++b) pairs[b][c] = matrix.codes[place * kMxfp4Block / 2 + b];
+    }
+    for (int64_t b = 0; b < kMxfp4Block / 2; ++b) {
+      T* const row = out + (block * kMxfp4Block + 2 * b) * matrix.columns + column;
+      for (int64_t c = 0; c < kColumns; c += Lane::kWidth) {
+        const auto code = Lane::load_code(pairs[b] + c);
+        const auto size = Lane::load(sizes + c);
+        const auto low = Lane::and_int(code, Lane::set_int(15));
+        const auto high = Lane::template shift_right<4>(code);
+        store_as<Lane>(row + c, Lane::mul(Lane::pick16(levels, low), size));
+        store_as<Lane>(row + matrix.columns + c, Lane::mul(Lane::pick16(levels, high), size));
+      }
+    }
+  }
+}
+
+template <class T>
+void decode_mxfp4_range(const Mxfp4Matrix& matrix, T* out, int64_t begin, int64_t end) {
+  constexpr int64_t kTogether = 32;
+  int64_t column = 0;
+  for (; column + kTogether <= matrix.columns; column += kTogether) {
+    decode_mxfp4_columns<Wide, kTogether>(matrix, column, out, begin, end);
+  }
+  for (; column < matrix.columns; ++column) decode_mxfp4_columns<Narrow, 1>(matrix, column, out, begin, end);
 }
 
 // Writes the record of 128 numbers: whole ones of kBits, and the scale. With `error` the decoded record is

@@ -158,6 +158,16 @@ template <int kBits, class T>
 void decode_whole(const uint8_t* records, T* out, int64_t num_records, Execution how);
 template <class T>
 void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how);
+// A matrix of mxfp4 in a file of gpt-oss, which has the columns one after the other (offload/extras/quant/file_codecs.py).
+constexpr int64_t kMxfp4Block = 32;  // rows with one exponent
+struct Mxfp4Matrix {
+  const uint8_t* exponents;  // [columns, rows / 32], 127 more than the exponent
+  const uint8_t* codes;      // [columns, rows / 2]
+  int64_t rows, columns;
+};
+// Writes the matrix by rows. It must not overlap the record.
+template <class T>
+void decode_mxfp4(const Mxfp4Matrix& matrix, T* out, Execution how);
 struct MasterWeights {  // in fp32; with lo, the halves of that; or with is_bf16 and no lo, in bfloat16 alone
   const void* p;
   const int16_t* lo;

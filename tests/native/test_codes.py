@@ -16,6 +16,7 @@ from torch import Tensor
 from offload.errors import ConfigError
 from offload.extras.quant import kernels as codes
 from offload.extras.quant.codecs import IntegerCodec, _borders, dynamic_map, nf4_levels
+from offload.extras.quant.file_codecs import Mxfp4Codec
 from offload.layout.codecs import CODECS, GRADIENT_CODECS, QuantizedCodec
 from offload.native import kernels
 from tests.native.states import ISAS
@@ -181,3 +182,22 @@ def test_records_and_weights_have_to_match() -> None:
         codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(256))
     with pytest.raises(ConfigError, match="out has dtype float16"):
         codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(128, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 33, 64, 100])
+def test_mxfp4_matrices_have_the_bits_of_torch(isa: str, dtype: torch.dtype, columns: int) -> None:
+    """All 256 exponents, more than one task, columns beside the vectors."""
+    rows, generator = 32 * 11, torch.Generator().manual_seed(columns)
+    exponents = torch.randint(0, 256, (columns, rows // 32), dtype=torch.uint8, generator=generator)
+    numbers = torch.randint(0, 256, (columns, rows // 2), dtype=torch.uint8, generator=generator)
+    codec = Mxfp4Codec(rows, columns)
+    records = codec.join([exponents.view(1, -1), numbers.view(1, -1)])
+    wanted, found = torch.empty(codec.block, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        in_torch(patch)
+        codec.decode(records, wanted, codec.workspace(codec.block))
+    for threads in (1, 3):
+        codes.decode_mxfp4(exponents, numbers, found.fill_(7), threads=threads, isa=isa)
+        assert same_bits(found.view(-1), wanted)

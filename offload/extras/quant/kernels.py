@@ -56,6 +56,22 @@ def decode(
     _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
 
 
+def decode_mxfp4(
+    exponents: Tensor, codes: Tensor, out: Tensor, *, threads: int | None = None, isa: str | None = None
+) -> None:
+    """Decode a matrix of mxfp4, stored column by column, to `out`, float32 or bfloat16 [rows, columns].
+
+    `exponents`: uint8 [columns, rows / 32], with 127 added. `codes`: uint8 [columns, rows / 2], the first code of a
+    byte in the lower half. `out` must not overlap them. All numbers are exact, also in bfloat16.
+    """
+    assert _core is not None
+    rows, columns = out.shape
+    target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
+    from_exponents, _, _ = flat("exponents", exponents, UINT8, numel // 32)
+    from_codes, _, _ = flat("codes", codes, UINT8, numel // 2)
+    _core.decode_mxfp4(from_exponents, from_codes, rows, columns, target, is_bf16, *_execution(threads, isa))
+
+
 def encode_int8(
     weights: Tensor,
     low: Tensor | None = None,
