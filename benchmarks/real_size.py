@@ -82,6 +82,8 @@ class Watch:
     """Most private memory, pages that no file has, by phase of the run."""
     phase: str = OPENING
     """The current phase."""
+    program_bytes: int = 0
+    """Private memory before the first weight: PyTorch, the program, data and plan."""
     disk_bytes: int = 0
     """Most bytes on disk for states."""
 
@@ -94,6 +96,9 @@ class Watch:
         for line in self.process.stdout:
             self.lines.append((time.monotonic() - begin, line.rstrip()))
             self.phase = next((text for text in PHASES if line.startswith(text)), self.phase)
+            if self.phase == PHASES[0] and not self.program_bytes:
+                with contextlib.suppress(OSError):  # it has ended
+                    self.program_bytes = self._private_bytes()
             print(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}", file=sys.stderr, flush=True)
             if self.kill_at and self.kill_at in line:
                 self.process.send_signal(signal.SIGKILL)
@@ -101,14 +106,16 @@ class Watch:
         sampler.join()
         return time.monotonic() - begin
 
+    def _private_bytes(self) -> int:
+        """Return the private memory of the process now. Raises OSError after the end."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+) kB[\s\S]*RssShmem:\s+(\d+) kB", status)
+        return 1024 * (int(found[1]) + int(found[2])) if found else 0
+
     def _sample(self) -> None:
-        status = Path(f"/proc/{self.process.pid}/status")
         while self.process.poll() is None:
             with contextlib.suppress(OSError):  # it has ended
-                found = re.search(r"RssAnon:\s+(\d+) kB[\s\S]*RssShmem:\s+(\d+) kB", status.read_text())
-                if found:
-                    private_bytes = 1024 * (int(found[1]) + int(found[2]))
-                    self.private_bytes[self.phase] = max(self.private_bytes.get(self.phase, 0), private_bytes)
+                self.private_bytes[self.phase] = max(self.private_bytes.get(self.phase, 0), self._private_bytes())
                 if self.phase != OPENING:  # the rates of the disk are measured with a file too
                     self.disk_bytes = max(self.disk_bytes, sum(map(size_of, self._state_files())))
             time.sleep(0.5)
@@ -153,17 +160,6 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def base_bytes() -> int:
-    """Return the private memory of a process with torch, transformers and the program, before a model."""
-    code = (
-        "import re, torch, offload.train, offload.engine.engine; from transformers import LlamaForCausalLM;"
-        "torch.mm(torch.ones(512, 512), torch.ones(512, 512));"
-        "print(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return 1024 * int(done.stdout)
-
-
 def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str = "") -> dict[str, Any]:
     """Train in an own process. Return measured figures beside planned figures."""
     run, nvme = folder / name, folder / "nvme"
@@ -200,12 +196,14 @@ def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
             "phases": watch.phases,
         },
         "longest silence after": before if silence > SILENCE_S else "",
+        "program bytes": watch.program_bytes,
         "private bytes": {phase.strip(): num_bytes for phase, num_bytes in watch.private_bytes.items()},
         "device bytes": max(step["peak_device_bytes"] for step in steps),
         "host bytes": max(step["peak_host_bytes"] for step in steps),
         "disk bytes": watch.disk_bytes,
         "reload": next((line for _, line in watch.lines if line.startswith("reloaded: ")), ""),
         "lane bytes": {lane: steps[-1][counter] for lane, counter in LANES.items()},
+        "experts fetched": steps[-1].get("experts_fetched", 0),
         "plan": {
             "device bytes": plan["tiers"]["device"]["bytes"],
             "host bytes": plan["tiers"].get("cpu", {}).get("bytes", 0),
@@ -300,12 +298,10 @@ def main(words: Sequence[str] | None = None) -> None:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "text.txt")
-    base = base_bytes()
     for name in arguments.parts or PARTS:
         part = PARTS[name]
         check_room(name, folder, part)
         for title, found in part.runs(folder):
-            found["bytes before a model"] = base
             add(title, found)
         for left in folder.iterdir():
             if left.name not in ("text.txt", "cache"):

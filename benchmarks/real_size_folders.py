@@ -109,8 +109,13 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
 
 
 def plain(name: str, shape: tuple[int, ...]) -> Members:
-    """Yield a weight in bf16: ones for norms, zeros for biases, else small random numbers."""
-    if len(shape) == 1 or name.endswith("bias"):
+    """Yield a weight in bf16: ones for norms, zeros for biases, else small random numbers.
+
+    Embeddings have unit variance. With smaller ones all tokens are alike in later layers, and go to the same experts.
+    """
+    if "embed_tokens" in name:
+        yield name, torch.empty(shape, dtype=torch.bfloat16).normal_()
+    elif len(shape) == 1 or name.endswith("bias"):
         yield name, torch.full(shape, float("norm" in name), dtype=torch.bfloat16)
     else:
         yield name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)

@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -424,26 +423,32 @@ def host_table() -> str:
     return "\n".join(lines)
 
 
+SAVING = ("saving the states", "exporting")
+"""Phases that take memory up to the host budget."""
+
+
 def real_rows() -> Iterator[dict[str, str]]:
-    """Yield the cells of runs at real size on few cores, by column: for each title the mean of the runs."""
-    for title, runs in results(REAL)["runs"].items():
+    """Yield the cells of the last run of each title at real size on few cores, by column."""
+    for title, (*_, run) in results(REAL)["runs"].items():
         preset, _, trained = title.partition(", ")
+        plan, seconds = run["plan"], run["seconds"]
+        planned_bytes = plan["device bytes"] + plan["host bytes"] + plan["operation bytes"] + run["program bytes"]
         bytes_of = {
-            "process memory": [max(run["private bytes"].values()) for run in runs],
-            "device budget used": [run["device bytes"] for run in runs],
-            "disk": [run["disk bytes"] for run in runs],
+            "process memory": max(size for phase, size in run["private bytes"].items() if phase not in SAVING),
+            "planned memory": planned_bytes,
+            "device budget used": run["device bytes"],
+            "disk": run["disk bytes"],
         }
         seconds_of = {
-            "first step": [run["seconds"]["first step"] for run in runs],
-            "a step": [run["seconds"]["steady step"] for run in runs],
-            "planned": [run["plan"]["steady step"] for run in runs],
+            "first step": seconds["first step"],
+            "a step": seconds["steady step"],
+            "planned step": plan["steady step"],
         }
-        sizes = {name: statistics.mean(found) / 2**30 for name, found in bytes_of.items()}
         yield {
             "model": REAL_MODELS[preset],
             "trained": trained,
-            **{name: f"{size:.1f} GiB" if size else "–" for name, size in sizes.items()},
-            **{name: f"{statistics.mean(found):.0f} s" for name, found in seconds_of.items()},
+            **{name: f"{size / 2**30:.1f} GiB" if size else "–" for name, size in bytes_of.items()},
+            **{name: f"{each:.0f} s" for name, each in seconds_of.items()},
         }
 
 

@@ -78,6 +78,9 @@ class AcceleratorDevice:
         self._unbound = weakref.finalize(self, unbound)  # runs without close() too
         self._unbound.atexit = False
 
+    def return_holes(self) -> None:
+        """Do nothing: the caching allocator of the accelerator keeps and uses its blocks."""
+
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         self.ledger.reserve(name, num_bytes, fix)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)

@@ -14,7 +14,9 @@ import torch
 from offload.accelerators import Accelerator
 from offload.tiers.accelerator_device import AcceleratorDevice
 from offload.tiers.counters import Ledger
-from offload.tiers.host import Arena, Pinning, copy_in_one_thread
+from offload.tiers.host import Arena, Pinning, copy_in_one_thread, trim_heap
+
+SETTLING_BYTES = 64 << 20
 
 
 class CpuDevice:
@@ -31,12 +33,25 @@ class CpuDevice:
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
+        self._settled_bytes = 0  # in the ledger when holes were returned last
         self._copies_aside = copies_aside
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         """Allocate `num_bytes` of device memory as flat uint8, recorded in the ledger under `name`."""
         self.ledger.reserve(name, num_bytes, fix)
         return Arena(num_bytes).take(num_bytes, torch.uint8)
+
+    def return_holes(self) -> None:
+        """Return freed memory between kept tensors to the system, once for 64 MiB that the ledger has grown.
+
+        Kept tensors split the blocks that temporaries have left in the heap, so the next layer needs new blocks. The
+        pages of the old ones would stay with the process: half as much as the kept tensors.
+        """
+        held_bytes = self.ledger.current_bytes
+        if held_bytes >= self._settled_bytes + SETTLING_BYTES:
+            trim_heap()
+            self._settled_bytes = held_bytes
+        self._settled_bytes = min(self._settled_bytes, held_bytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device, with dtype conversion."""

@@ -87,6 +87,7 @@ class GraphMemory:
             self._saved.release(self._claim, self._num_before)
             raise
         self._saved.policy.update_peaks()
+        self._saved.device.return_holes()
         graph.memory = self
         return graph, result
 

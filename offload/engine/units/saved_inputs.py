@@ -99,7 +99,7 @@ class SavedInputs:
     def __init__(
         self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
     ) -> None:
-        self._device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
+        self.device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
         self._pools = [pool for pool in (offload, policy.graph_offload) if pool is not None]
         self._ledger_entries: dict[int, tuple[int, str]] = {}
         self.is_trial = False
@@ -158,7 +158,7 @@ class SavedInputs:
         if self._offload is None or key not in self._offload.buffers_in_use:
             count, first = self._ledger_entries.get(key, (0, name))
             if not count:
-                self._device.ledger.reserve(name, num_bytes, _FIXES[name])
+                self.device.ledger.reserve(name, num_bytes, _FIXES[name])
                 if name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
                     self.policy.update_peaks()
             self._ledger_entries[key] = (count + 1, first)
@@ -180,7 +180,7 @@ class SavedInputs:
                     released[name] = released.get(name, 0) + num_bytes
         del claim.entries[since:]
         for name, num_bytes in released.items():
-            self._device.ledger.release(name, num_bytes)
+            self.device.ledger.release(name, num_bytes)
 
     @contextmanager
     def trial_mode(self) -> Iterator[None]:
@@ -207,7 +207,7 @@ class SavedInputs:
         """Release everything after an aborted pass."""
         self._ledger_entries.clear()
         for name in _FIXES:
-            self._device.ledger.drop(name)
+            self.device.ledger.drop(name)
         for pool in self._pools:
             pool.reset()
 
