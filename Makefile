@@ -58,7 +58,7 @@ help:
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make real-size models of 3 to 120 G parameters on this machine, beside their plans (PART=\"3b 8b\" FOLDER=/data)"
 	@echo "make build     the C++ kernels again, after an edit"
-	@echo "make lint      ruff, import-linter, the measure of plain prose"
+	@echo "make lint      ruff, import-linter, the measure of plain prose, one thought a line"
 	@echo "make type      mypy"
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
 	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
@@ -225,6 +225,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
+	$(BIN)/python -m tests.air
 
 type: $(READY)
 	$(BIN)/mypy

@@ -7,7 +7,14 @@
 - executed, opened, files: executed lines in a warm training step, total lines in their files, and the number of files,
   over all threads.
 - settings: command-line fields.
+- use_calls, use_files: calls in a forward of a warm unit, and the number of files with the called functions.
 - prose: relative words per thousand.
+- tokens: names, keywords, numbers, strings and operators, without brackets and punctuation.
+- conditional: conditional expressions in a thousand lines of code.
+- packed: assignments with more than two targets (`tests.air`).
+- comments: one comment in how many lines.
+- longest: lines of the longest function.
+- plan_names, plan_modules: core names imported by the plan, and the number of modules with these names.
 - asks: conditions in the core about a feature.
 
 The other keys are in `shape`.
@@ -16,10 +23,12 @@ The other keys are in `shape`.
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import sys
 import threading
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -28,6 +37,7 @@ from types import FrameType
 from typing import Any
 
 from offload.extras import NEEDS
+from tests import air
 from tests.prose import Measure
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +85,10 @@ modules that compare the values of two runs, modules with a table or a number fo
 """
 TRIAL_PLACES = ("offload.engine", "offload.extras.large")
 LONG_CLASS = 280
+CONTENT = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
+PUNCTUATION = frozenset("()[]{},:;.")
+DIRECTIVE = re.compile(r"# (noqa|type: ignore|ruff:)")
+"""Comments for a tool, not for a reader."""
 
 
 # -- rings -------------------------------------------------------------------------------------------------------------
@@ -159,6 +173,54 @@ def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int
     return [(node.end_lineno or 0) - node.lineno + 1 for node in nodes]
 
 
+def lexemes(modules: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of tokens, code lines and comments."""
+    found = Counter(tokens=0, code_lines=0, comments=0)
+    for text in modules.values():
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in CONTENT:
+                found["tokens"] += token.string not in PUNCTUATION
+                lines.update(range(token.start[0], token.end[0] + 1))
+            elif token.type == tokenize.COMMENT:
+                found["comments"] += not DIRECTIVE.match(token.string)
+        found["code_lines"] += len(lines - _docstring_lines(text))
+    return dict(found)
+
+
+def _docstring_lines(text: str) -> set[int]:
+    """Return the lines with string statements in a module."""
+    strings = (n for n in _nodes(text) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    return {
+        line for n in strings for line in range(n.lineno, (n.end_lineno or 0) + 1) if isinstance(n.value.value, str)
+    }
+
+
+def lines_with_air(modules: Mapping[str, str]) -> dict[str, float]:
+    """Return `tokens`, and the numbers about thoughts and comments a line."""
+    found = lexemes(modules)
+    nodes = [node for text in modules.values() for node in _nodes(text)]
+    num_lines = sum(len(text.splitlines()) for text in modules.values())
+    num_conditional = sum(isinstance(node, ast.IfExp) for node in nodes)
+    return {
+        "tokens": found["tokens"],
+        "conditional": round(1000 * num_conditional / found["code_lines"], 1),
+        "packed": sum(map(air.is_packed, nodes)),
+        "comments": round(num_lines / max(1, found["comments"])),
+    }
+
+
+def plan_imports(modules: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of core names imported by the plan, and of the modules with these names."""
+    plan = [text for name, text in modules.items() if name.startswith("offload.extras.plan")]
+    nodes = (node for text in plan for node in _nodes(text) if isinstance(node, ast.ImportFrom))
+    pairs = {(node.module or "", alias.name) for node in nodes for alias in node.names}
+    names = {
+        (module, name) for module, name in pairs if module.partition(".")[0] == "offload" and ring_of(module) == CORE
+    }
+    return {"plan_names": len(names), "plan_modules": len({module for module, _ in names})}
+
+
 def num_settings() -> int:
     """Return the number of command-line settings."""
     from offload.app.config.config import Config
@@ -203,8 +265,45 @@ class Trace:
         return {"opened": opened, "executed": len(self._seen), "files": len(files)}
 
 
+class Use:
+    """Counts calls in `offload` during the first forward of a module, in this thread."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._outer: FrameType | None = None
+        """The frame of the module's call, while it runs."""
+        self._calls: list[str] = []
+        """The file of each called function."""
+        self._entry = type(module)._call_impl.__code__
+        self._folder = f"{ROOT / 'offload'}/"
+
+    def __enter__(self) -> Use:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "return" and frame is self._outer:
+            sys.setprofile(None)
+        elif event != "call":
+            return
+        elif self._outer is not None:
+            if frame.f_code.co_filename.startswith(self._folder):
+                self._calls.append(frame.f_code.co_filename)
+        elif frame.f_code is self._entry and frame.f_locals["self"] is self._module:
+            self._outer = frame
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of calls, and of files with the called functions."""
+        return {"use_calls": len(self._calls), "use_files": len(set(self._calls))}
+
+
 def warm_step() -> dict[str, int]:
-    """Train a small model streamed from the CPU tier, and count the lines in the fourth step."""
+    """Train a small model streamed from the CPU tier, count the lines in the fourth step, and in the fifth the calls in
+    the forward of a unit.
+    """
     import torch
     import transformers as t
 
@@ -223,7 +322,9 @@ def warm_step() -> dict[str, int]:
         engine.step({"input_ids": ids, "labels": ids})
         engine.finish()
         trace.is_on = False
-    return trace.counts()
+        with Use(model.model.layers[1]) as use:
+            engine.step({"input_ids": ids, "labels": ids})
+    return trace.counts() | use.counts()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -246,6 +347,9 @@ def shape() -> dict[str, Any]:
         **warm_step(),
         "settings": num_settings(),
         "prose": {name: round(Measure(ROOT / name).relative, 1) for name in ("offload", "docs", "tests")},
+        **lines_with_air(modules),
+        "longest": max(functions),
+        **plan_imports(modules),
         "extras": {name: lines[name] for name in RINGS if name not in (CORE, APPLICATION)},
         "asks": asks(core),
         "trials": trials(modules),
@@ -264,11 +368,17 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  of each extra", ", ".join(f"{name} {n:,}" for name, n in found["extras"].items())
     yield "imports against the rings", str(found["violations"])
     yield "a warm step: lines executed / opened (files)", "{executed:,} / {opened:,} ({files})".format(**found)
+    yield "calls (files) in a forward of a unit", "{use_calls} ({use_files})".format(**found)
+    yield "tokens", f"{found['tokens']:,}"
+    yield "conditional expressions in 1,000 lines of code", str(found["conditional"])
+    yield "assignments with more than two targets", str(found["packed"])
+    yield "lines for one comment", str(found["comments"])
+    yield "core names that the plan imports (modules)", "{plan_names} ({plan_modules})".format(**found)
     yield "tests in the core about", ", ".join(f"{name} {n}" for name, n in found["asks"].items())
     yield "trial runs", ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in found["trials"].items())
     yield '"nvme" as a literal; comm.size; comm.any', f"{found['nvme']}; {found['comm_size']}; {found['comm_any']}"
     yield f"classes over {LONG_CLASS} lines", str(found["classes_over_280"])
-    yield "mean lines of a function", str(found["function_lines"])
+    yield "mean lines of a function; of the longest", f"{found['function_lines']}; {found['longest']}"
     yield "lines of tests", f"{found['tests']:,}"
     yield "settings of the command line", str(found["settings"])
     yield "relative words in a thousand", ", ".join(f"{name} {n}" for name, n in found["prose"].items())

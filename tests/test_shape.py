@@ -61,14 +61,49 @@ with self.isolated():
     assert shape.trials(found) == {"analyses": 1, "put_back": 2, "comparators": 1, "tolerances": 1}
 
 
+def test_tokens_comments_and_packed_lines_are_counted() -> None:
+    text = '''"""A docstring (of one token).
+
+    """
+a, b, c = 1, 2, 3  # why
+x[0] = f(d if e else g)  # type: ignore
+'''
+    assert shape.lexemes({"one": text}) == {"tokens": 17, "code_lines": 2, "comments": 1}
+    assert shape.lines_with_air({"one": text}) == {"tokens": 17, "conditional": 500.0, "packed": 1, "comments": 5}
+
+
+def test_core_names_of_the_plan_are_counted() -> None:
+    text = "from offload.lanes.ticket import Fence, Ticket\nfrom offload.extras.plan import search\nimport ast\n"
+    found = {"offload.extras.plan.one": text, "offload.extras.plan.two": text, "offload.app.one": text}
+    assert shape.plan_imports(found) == {"plan_names": 2, "plan_modules": 1}
+
+
+def test_calls_during_one_forward_of_a_module_are_counted() -> None:
+    from torch import nn
+
+    class Two(nn.Module):
+        def forward(self) -> None:
+            shape.ring_of("offload.lanes")
+
+    module = Two()
+    with shape.Use(module) as use:
+        use._folder = str(shape.ROOT / "tests/shape.py")
+        shape.ring_of("offload.lanes")  # before
+        module()
+        module()
+    assert use.counts() == {"use_calls": 1, "use_files": 1}
+
+
 @pytest.mark.slow  # `.ci/run` prints the numbers
 def test_a_traced_step_and_the_table_have_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = shape.warm_step()
     assert step["files"] > 20
     assert step["opened"] > step["executed"] > 500
+    assert step["use_calls"] > step["use_files"] > 5
     monkeypatch.setattr(shape, "warm_step", lambda: step)
     found = shape.shape()
-    assert list(found)[:7] == ["rings", "violations", "opened", "executed", "files", "settings", "prose"]
+    assert list(found)[:5] == ["rings", "violations", "opened", "executed", "files"]
+    assert {"settings", "prose", "tokens", "conditional", "packed", "comments", "longest"} < set(found)
     assert len(found["rings"]) == 3
     assert sum(found["rings"]) == sum(len(text.splitlines()) for text in shape.sources().values())
     assert set(found["prose"]) == {"offload", "docs", "tests"}
