@@ -231,14 +231,14 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Sizes:
     """Measurement sizes.
 
-    link_bytes: copy size within host memory, used as the link without a device.
+    link_bytes: copy size within host memory, used as the link without a device. Larger than the caches.
     core_bytes: host memory per core, large enough to exceed caches; at most an eighth of free memory in total.
     device_bytes: device memory.
     disk_bytes: bytes per disk folder, reduced for slow disks.
     disk_s: approximate seconds per disk pass.
     """
 
-    link_bytes: int = 32 << 20
+    link_bytes: int = 128 << 20
     core_bytes: int = 64 << 20
     device_bytes: int = 256 << 20
     disk_bytes: int = 256 << 20
