@@ -1,6 +1,6 @@
 """One training step over streamed units.
 
-Reading order for the main path (twelve files, about 3,800 lines):
+Reading order for the main path (thirteen files, about 4,000 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
@@ -8,7 +8,8 @@ Reading order for the main path (twelve files, about 3,800 lines):
     engine/loss/parts.py           Losses.total: run the model, and the backward of each loss
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
     engine/units/call.py           Router.stream: a unit call with backward or without;
-                                   UnitCall: forward, and backward with recomputation, for one unit use
+                                   UnitCall: one unit use in the outer autograd graph, forward and backward
+    engine/units/keep.py           Inputs: what a use keeps until its backward, and the recomputation
     engine/units/runner.py         UnitRunner.enter, run, leave: fetch weights, run the module, free the slot
     schedule/execute.py            Executor.enter: choose the next fetches
     tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
@@ -25,8 +26,8 @@ Helpers of the main path:
     engine/units/arguments.py      unit call arguments, each tensor listed once
     engine/units/traits.py         recorded unit properties; tensor splits into micro-batches
     engine/units/saved_inputs.py   unit inputs saved for the backward, on the device or offloaded
-    engine/units/recompute_policy.py   whether a use saves its autograd graph;
-    engine/units/saved_graph.py, offloaded_graph.py   and how
+    engine/units/recompute_policy.py   which saved autograd graphs fit;
+    engine/units/saved_graph.py, offloaded_graph.py   their memory
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
     lanes/ticket.py, lanes.py, threads.py   dependencies between work items; work queues beside compute

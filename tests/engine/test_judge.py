@@ -29,7 +29,8 @@ from offload.engine.comparison import (
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units import arguments, traits, unit
-from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.call import UnitFunction
+from offload.engine.units.keep import Inputs
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.traits import UnitTraits
@@ -330,7 +331,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
-def lose_a_gradient(original: Any, use: UnitCall, number: int) -> Any:
+def lose_a_gradient(original: Any, use: Inputs, number: int) -> Any:
     first = next(iter(use.unit.live().values())).requires_grad_(False)
     try:
         return original(use, number)
@@ -351,7 +352,7 @@ def lose_what_comes_from_chunks(original: Any, *args: Any, **kwargs: Any) -> Ite
         yield replace(part, leaf=part.leaf.detach())
 
 
-def recompute_with_stale_weights(original: Any, use: UnitCall, number: int) -> Any:
+def recompute_with_stale_weights(original: Any, use: Inputs, number: int) -> Any:
     live = [parameter.data for parameter in use.unit.live().values()]
     kept = [weight.clone() for weight in live]
     for weight in live:
@@ -378,10 +379,10 @@ def leave_values(_original: Any, *_: Any) -> Iterator[None]:
 
 
 BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
-    "a gradient is lost": (Stack, around(UnitCall, "_recompute", lose_a_gradient), {}),
+    "a gradient is lost": (Stack, around(Inputs, "_recompute", lose_a_gradient), {}),
     "gradients between units are too large": (Stack, around(UnitFunction, "backward", sum_gradients_twice), {}),
     "a recompute is made in eval mode": (of(DropsOut), around(Snapshot, "repeated", recompute_in_eval_mode), {}),
-    "a recompute has stale weights": (Stack, around(UnitCall, "_recompute", recompute_with_stale_weights), {}),
+    "a recompute has stale weights": (Stack, around(Inputs, "_recompute", recompute_with_stale_weights), {}),
     "a recompute draws anew": (
         of(DropsOut),
         around(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.plan_memory import Case, actual, planned
 from offload import Engine, Placement
-from offload.engine.units.call import UnitCall
+from offload.engine.units.keep import Inputs
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.errors import ConfigError, OffloadError
 from offload.extras.large.document_operation import OPERATION
@@ -62,13 +62,13 @@ class Products(TorchDispatchMode):
 
 @contextmanager
 def recomputations_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    mode, recompute = Products(), UnitCall._recompute
+    mode, recompute = Products(), Inputs._recompute
 
-    def watched(self: UnitCall, number: int) -> Any:
+    def watched(self: Inputs, number: int) -> Any:
         with mode:
             return recompute(self, number)
 
-    monkeypatch.setattr(UnitCall, "_recompute", watched)
+    monkeypatch.setattr(Inputs, "_recompute", watched)
     yield mode.counts
     monkeypatch.undo()
 

@@ -14,7 +14,7 @@ from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import chunked_head
 from offload.engine.loss import parts as losses
-from offload.engine.units import call
+from offload.engine.units import keep
 from offload.engine.units.runner import UnitRunner
 from offload.extras.quant.codecs import IntegerCodec
 from offload.lanes.ticket import Fence
@@ -133,13 +133,13 @@ def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_micro_batches.py")
 def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
-    backward = call.UnitCall.backward
+    backward = keep.Inputs.backward
 
-    def reversed_(self: call.UnitCall, gradients: Any, trains: bool) -> Any:
+    def reversed_(self: keep.Inputs, gradients: Any, trains: bool) -> Any:
         self._micro_batches.reverse()
         return backward(self, gradients, trains)
 
-    patch.setattr(call.UnitCall, "backward", reversed_)
+    patch.setattr(keep.Inputs, "backward", reversed_)
 
 
 @mutation("tests/contracts/test_contracts.py")

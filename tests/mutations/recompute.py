@@ -12,7 +12,7 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
-from offload.engine.units import call, snapshots
+from offload.engine.units import call, keep, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.extras.adapters import merge
@@ -54,13 +54,13 @@ def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
 def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
-    recompute = call.UnitCall._recompute
+    recompute = keep.Inputs._recompute
 
-    def without(self: call.UnitCall, number: int) -> Any:
+    def without(self: keep.Inputs, number: int) -> Any:
         self._micro_batches[number].snapshot.random = self._runner.device.random_state()
         return recompute(self, number)
 
-    patch.setattr(call.UnitCall, "_recompute", without)
+    patch.setattr(keep.Inputs, "_recompute", without)
 
 
 @mutation("tests/engine/test_kept.py", fuzzed=True)

@@ -9,8 +9,6 @@ from torch import nn
 
 from offload.engine.units.activation_offload import ActivationOffload, DeviceCopy, stretch_of
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.recompute_policy import OFFLOADED
-from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import Graph, GraphMemory, TooMuchToKeepError
 from offload.engine.units.saved_inputs import Claim, SavedInputs
 from offload.engine.units.stages import Forward, Use
@@ -68,13 +66,11 @@ class OffloadedGraphMemory(GraphMemory):
     A storage is offloaded once, and strides are preserved, since kernels depend on them.
     """
 
-    storage = OFFLOADED
-
-    def __init__(self, unit: Unit, runner: UnitRunner, use: Use, claim: Claim) -> None:
-        super().__init__(unit, runner, use, claim)
+    def _open(self, unit: Unit, use: Use) -> None:
+        super()._open(unit, use)
         self._free.clear()
         assert self._saved.policy.graph_offload is not None
-        self._runner, self._pool = runner, self._saved.policy.graph_offload
+        self._pool = self._saved.policy.graph_offload
         self._ranges: dict[tuple[int, int, int], _Range] = {}
         if not self._saved.is_trial:
             self.leaving = _find_leaving(unit, use)
@@ -118,7 +114,7 @@ class OffloadedGraphMemory(GraphMemory):
             return False  # The tensor has properties beyond raw bytes.
         storage = tensor.untyped_storage()
         is_movable = storage.nbytes() >= SMALLEST_BYTES and storage.data_ptr() not in self._staying
-        return is_movable and tensor.device == self._runner.device.torch_device and not self._runner.slots.holds(tensor)
+        return is_movable and tensor.device == self._saved.device.torch_device and not self._slots.holds(tensor)
 
 
 def _find_leaving(unit: Unit, use: Use) -> list[int]:

@@ -1,4 +1,4 @@
-"""Decide per unit use: keep the autograd graph or recompute."""
+"""Decide by size which uses of a unit keep their autograd graph, and where."""
 
 from __future__ import annotations
 
@@ -11,23 +11,12 @@ import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, stretch_of
 from offload.engine.units.execution_mode import ExecutionMode
-from offload.engine.units.traits import GradientSignature
-from offload.engine.units.unit import Unit
 from offload.tiers.device import Device
 
-_COPIED_SHARE = 10
-"""A unit recomputes if the graph has weight copies above 1/10 of the weight bytes.
-
-Keeping the copies would undo weight streaming.
-"""
-
-DEVICE, OFFLOADED, RECOMPUTED = "device", "below", "recomputed"
-"""Where the graph of a use waits for the backward: device memory, host/NVMe memory, or nowhere."""
-PRODUCTS, MEASURED = "products", "measured"
-"""The use recomputes, over outputs of products kept on the device; or their size is only measured."""
-REMADE = (RECOMPUTED, PRODUCTS, MEASURED)
-"""The backward runs the forward again."""
-Shapes = Sequence[tuple[torch.Size, torch.dtype]]
+PRODUCTS = "products"
+"""The mode in which outputs of products are kept, not graphs."""
+UseKey = tuple[Any, ...]
+"""Kind of a use: unit name, and (shape, dtype) of each input tensor. Uses of one kind have graphs of one size."""
 
 
 def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
@@ -55,7 +44,7 @@ def spread(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class RecomputePolicy:
-    """Chooses saved graph or recomputation.
+    """Chooses by size between saved graph and recomputation. `keep_for` asks for each use.
 
     Modes: `always` recompute, `never`, or `auto`: save as many graphs as the device budget allows. With graph offload,
     further graphs go to host or NVMe memory as far as space permits.
@@ -86,12 +75,12 @@ class RecomputePolicy:
             device.ledger,
             is_weight,
         )
-        self._sizes: dict[tuple[Any, ...], int] = {}
-        self._whole_sizes: dict[tuple[Any, ...], int] = {}
-        self._on_device: set[tuple[Any, ...]] = set()
-        self._offloaded: set[tuple[Any, ...]] = set()
-        self._used_keys: set[tuple[Any, ...]] = set()
-        self._new: list[tuple[Any, ...]] = []
+        self._sizes: dict[UseKey, int] = {}
+        self._whole_sizes: dict[UseKey, int] = {}
+        self._on_device: set[UseKey] = set()
+        self._offloaded: set[UseKey] = set()
+        self._used_keys: set[UseKey] = set()
+        self._new: list[UseKey] = []
         self._others_peak_bytes = 0
         self._step_peak_bytes = 0
         self._device_peak_bytes = 0
@@ -102,46 +91,29 @@ class RecomputePolicy:
         """Effective mode, as in the setting. "never" if the equivalence check has disabled recomputation."""
         return self._mode if self._execution_mode.recomputes else "never"
 
-    def graph_storage(self, unit: Unit, shapes: Shapes, signature: GradientSignature) -> str:
-        """Return the graph storage for a use with these input shapes and gradient signature."""
-        traits = unit.traits
-        if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
-            return RECOMPUTED
-        if traits.graph(signature).keeps_nothing:
-            return DEVICE
-        mode, key = self.mode, (unit.name, *shapes)
-        if traits.rewrites and self.graph_offload is not None:
-            return RECOMPUTED
-        if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
-            return RECOMPUTED
-        if mode == "never":
-            return OFFLOADED if self.graph_offload is not None else DEVICE
-        if mode in ("auto", PRODUCTS) and (self._ledger.budget_bytes is None or key in self._on_device):
-            return DEVICE if mode == "auto" else PRODUCTS
-        if mode == PRODUCTS and key not in self._sizes:
-            return MEASURED
-        self._used_keys.add(key)
-        return OFFLOADED if key in self._offloaded else RECOMPUTED
+    def keeps_on_device(self, key: UseKey) -> bool:
+        """True if there is room on the device for what uses of this kind would keep."""
+        return self._ledger.budget_bytes is None or key in self._on_device
 
-    def may_drop(self, graph_storage: str) -> bool:
-        """True if an oversized graph may be dropped and the unit recomputed."""
-        return self.mode == "auto" or (self.mode == "always" and graph_storage == OFFLOADED)
+    def is_measured(self, key: UseKey) -> bool:
+        """True if the size is known."""
+        return key in self._sizes
+
+    def offloads(self, key: UseKey) -> bool:
+        """True if this use, now in this step, offloads its graph."""
+        self._used_keys.add(key)
+        return key in self._offloaded
 
     def has_room(self, num_bytes: int) -> bool:
         """True if the budget allows `num_bytes` more for graphs."""
         budget = self._ledger.budget_bytes
         return budget is None or self._graph_bytes + num_bytes <= budget - self._others_peak_bytes
 
-    def keeps_outputs(self, graph_storage: str, unit: Unit, shapes: Shapes, outputs: Sequence[torch.Tensor]) -> bool:
-        """True if there is room for the outputs of one micro-batch. With `MEASURED`, note the size and return False."""
-        num_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
-        if graph_storage != MEASURED:
-            return self.has_room(num_bytes)
-        key = (unit.name, *shapes)
+    def add_outputs(self, key: UseKey, num_bytes: int) -> None:
+        """Add the size of the products of one micro-batch."""
         if key not in self._new:
             self._new.insert(0, key)
         self._sizes[key] = self._sizes.get(key, 0) + num_bytes
-        return False
 
     def update_peaks(self) -> None:
         """Update peaks after an allocation: graphs, and everything else."""
@@ -151,9 +123,8 @@ class RecomputePolicy:
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - graph_bytes)
 
     @contextmanager
-    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+    def measure(self, key: UseKey, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
         """Measure the graph size in the recomputation of one of `num_parts` micro-batches, unless known or unused."""
-        key = (unit.name, *shapes)
         may_keep = self.graph_offload is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
         if not may_keep or self.mode == "never" or key in self._sizes:
             yield

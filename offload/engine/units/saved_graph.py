@@ -10,12 +10,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.recompute_policy import DEVICE
-from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_inputs import Claim
+from offload.engine.units.saved_inputs import Claim, SavedInputs
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.tiers.slots import Slots
 
 Root = torch.Tensor | GradientEdge | None
 """Target of an incoming gradient: a result tensor, or a gradient edge if the tensor must be freed. None: no gradient.
@@ -34,24 +33,27 @@ class GraphMemory:
     create a reference cycle through the graph.
     """
 
-    storage = DEVICE
     leaving: Sequence[int] | None = None
     """Indices of inputs that the graph must not hold. None: the graph holds all."""
 
-    def __init__(self, unit: Unit, runner: UnitRunner, use: Use, claim: Claim) -> None:
-        self._slots, self._saved, self._claim = runner.slots, runner.saved, claim
+    def __init__(self, slots: Slots, saved: SavedInputs, claim: Claim, *, is_optional: bool) -> None:
+        """`is_optional`: without enough memory, the graph is dropped."""
+        self._slots, self._saved, self._claim = slots, saved, claim
+        self._is_optional = is_optional
         self._num_before = len(claim.entries)
-        may_drop = self._saved.policy.may_drop(self.storage)
-        # Inputs needed by a recomputation anyway are not counted as graph memory.
-        counts = may_drop and self._saved.inputs_stay
-        self._free = {t.untyped_storage().data_ptr() for t in use.tensors} if counts else set()
-        # Fetching weights for a backward must not depend on the free memory of one rank.
-        self._may_drop = may_drop and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
-        self._cargo = self._slots.cargo_of(unit.regions)
-        self._weights = self._slots.addresses(self._cargo)
         self._seen: set[int] = set()
         self.has_weights = False
         """True if the backward will read unit weights saved by autograd."""
+
+    def _open(self, unit: Unit, use: Use) -> None:
+        """Begin the forward."""
+        # Inputs needed by a recomputation anyway are not counted as graph memory.
+        counts = self._is_optional and self._saved.inputs_stay
+        self._free = {t.untyped_storage().data_ptr() for t in use.tensors} if counts else set()
+        # Fetching weights for a backward must not depend on the free memory of one rank.
+        self._may_drop = self._is_optional and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
+        self._cargo = self._slots.cargo_of(unit.regions)
+        self._weights = self._slots.addresses(self._cargo)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the form in which autograd saves a tensor. Raises TooMuchToKeepError."""
@@ -80,6 +82,7 @@ class GraphMemory:
 
     def run(self, unit: Unit, use: Use, forward: Forward) -> tuple[Graph, Arguments]:
         """Like `run_with_graph`; this memory holds the graph until the backward. Raises TooMuchToKeepError."""
+        self._open(unit, use)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 graph, result = run_with_graph(unit, use, forward, leaving=self.leaving)

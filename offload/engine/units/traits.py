@@ -19,6 +19,10 @@ Rows = tuple[int, int, int]
 """A micro-batch as (begin, end, total): rows [begin, end) from `total` rows."""
 
 
+GradientTensors = Sequence[torch.Tensor | None]
+"""Gradients of some tensors. None: no gradient."""
+
+
 class UnrecordedCallError(Exception):
     """A unit was called with an unrecorded argument structure, so the arguments cannot be cut into rows.
 
@@ -190,7 +194,7 @@ class UnitTraits:
         number = rows[1] - rows[0]
         return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
 
-    def cut_outputs(self, gradients: Sequence[torch.Tensor | None], rows: Rows | None) -> list[torch.Tensor | None]:
+    def cut_outputs(self, gradients: GradientTensors, rows: Rows | None) -> list[torch.Tensor | None]:
         """Return the result gradients for one micro-batch, followed by gradients of the inputs changed in place."""
         if rows is None:
             return list(gradients)
@@ -223,9 +227,7 @@ class UnitTraits:
             joined.append(pieces[0] if axis is None else torch.cat(pieces, axis))
         return joined
 
-    def join_gradients(
-        self, parts: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
-    ) -> list[torch.Tensor | None]:
+    def join_gradients(self, parts: Sequence[GradientTensors]) -> list[torch.Tensor | None]:
         """Return the input gradients of the whole batch.
 
         Gradients are concatenated along the batch axis, or summed for an input shared by all micro-batches.
@@ -233,7 +235,7 @@ class UnitTraits:
         if len(parts) == 1:
             return list(parts[0])
         joined: list[torch.Tensor | None] = []
-        for index in range(len(shapes)):
+        for index in range(len(parts[0])):
             pieces = [part[index] for part in parts]
             present = [piece for piece in pieces if piece is not None]
             axis = self.inputs[index]

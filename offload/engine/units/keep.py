@@ -1,0 +1,406 @@
+"""How a use of a unit is kept between forward and backward: by its inputs, by outputs of products, or by its graph.
+
+`keep_for` chooses a class for each use. The inputs are the base: the backward runs the forward again, and so it does
+where a graph proves too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+
+from offload.engine.units.activation_offload import DeviceCopy
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.kept import KeptTensors
+from offload.engine.units.offloaded_graph import OffloadedGraphMemory
+from offload.engine.units.recompute_policy import PRODUCTS, RecomputePolicy, UseKey
+from offload.engine.units.runner import UnitRunner, synchronized
+from offload.engine.units.saved_graph import (
+    Graph,
+    GraphMemory,
+    TooMuchToKeepError,
+    refuse_changed,
+    run_with_graph,
+)
+from offload.engine.units.snapshots import Snapshot, ThreadState
+from offload.engine.units.stages import Forward, Use
+from offload.engine.units.state_snapshot import Collected
+from offload.engine.units.traits import GradientSignature, GradientTensors, Rows
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+
+_COPIED_SHARE = 10
+"""A unit recomputes if the graph has weight copies above 1/10 of the weight bytes.
+
+Keeping the copies would undo weight streaming.
+"""
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch of a use, from forward to backward."""
+
+    rows: Rows | None
+    """Rows of the micro-batch. None: the whole input."""
+    snapshot: Snapshot
+    """RNG and module state before the forward."""
+    forward: Forward
+    """Function for the forward and the recomputation."""
+    graph: Graph | None = None
+    """Saved autograd graph. None: the backward recomputes."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """Outputs of streamed experts, or of products. The recomputation reuses them."""
+
+
+class Inputs:
+    """Keeps the inputs. The backward runs the forward again with a graph, from saved random and module state."""
+
+    records_products = False
+    """True if outputs of products are recorded in the forward."""
+
+    def __init__(
+        self, unit: Unit, runner: UnitRunner, arguments: Arguments, signature: GradientSignature, key: UseKey
+    ) -> None:
+        self.unit = unit
+        self._runner, self._saved, self._policy = runner, runner.saved, runner.saved.policy
+        self._arguments = arguments
+        self._needs, _ = signature
+        self._signature = signature
+        self._key = key
+        self._thread_state = ThreadState(runner.device.torch_device.type)  # that of the caller, not of the backward
+        self._micro_batches: list[MicroBatch] = []
+        self._inputs: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._copies: dict[int, list[DeviceCopy]] = {}  # to the device, by micro-batch
+        self.claim = runner.claims.open(self, unit.name)
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin the use with these inputs, before the unit has its weights."""
+        self._save(tensors)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
+        """Run all micro-batches; return their results. Raises ConfigError if a buffer changed."""
+        buffers = self.unit.still_buffers()
+        results = self._runner.run_rows(self.unit, self._arguments, tensors, self._begin_micro_batch)
+        _refuse_changed_buffers(self.unit, buffers)
+        return results
+
+    def collect(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return the tensors of the forward, other than `results`, that later code may take gradients through."""
+        return []
+
+    def check(self) -> None:
+        """Raise OffloadError if a saved input was changed in place."""
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            refuse_changed(self.unit, tensor, version)
+
+    @property
+    def _may_recompute(self) -> bool:
+        return True
+
+    def _begin_micro_batch(self, rows: Rows | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
+        runner = self._runner
+        use = Use(runner, self._arguments, inputs, others, self._needs, self.records_products)
+        forward = runner.stages.forward_of(self.unit, use)
+        micro_batch = MicroBatch(rows, runner.snapshot(self.unit, self._may_recompute), forward)
+        self._micro_batches.append(micro_batch)
+        return self._run(micro_batch, use)
+
+    def _run(self, micro_batch: MicroBatch, use: Use) -> Arguments:
+        """Run the forward of a micro-batch and keep it for the backward."""
+        outputs, recorder = micro_batch.outputs, self._runner.outputs
+        # Reuse the expert outputs from an aborted graph run. A second fetch is collective, and other ranks may have
+        # kept their graph.
+        replayed = [tensor.clone() for tensor in outputs]
+        with recorder.recorded_in(outputs), recorder.replayed(replayed):
+            result = self._compute(micro_batch, use)
+        self._keep_outputs(outputs)
+        return result
+
+    def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
+        """Run the forward without keeping its graph."""
+        if self.unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
+            return run_with_graph(self.unit, use, micro_batch.forward)[1]
+        return self._runner.run(self.unit, use, micro_batch.forward)
+
+    def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
+        outputs[:] = [self._saved.save_input(tensor, movable=True) for tensor in outputs]
+        for tensor in outputs:
+            self._saved.reserve(tensor, "unit inputs", self.claim)
+
+    def _save(self, tensors: Sequence[torch.Tensor]) -> None:
+        traits, saved = self.unit.traits, self._saved
+        copied = traits.mutated | traits.stale
+        for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True)):
+            saved_input = saved.save_input(t.clone() if i in copied else t.detach(), need and i not in traits.shared)
+            saved.reserve(saved_input, "unit inputs", self.claim)
+            self._inputs.append(saved_input)
+        self._versions = [t._version for t in self._inputs]
+        if not saved.inputs_stay:
+            saved.add_use(self)
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    @property
+    def reads_weights(self) -> bool:
+        """True unless the backward needs no weights."""
+        return True
+
+    def check_gradients(self, gradients: GradientTensors) -> None:
+        """Raise ConfigError for a gradient that cannot be passed on."""
+
+    def backward(self, gradients: GradientTensors, trains: bool) -> list[GradientTensors]:
+        """Run the backward of all micro-batches; return the input gradients of each.
+
+        Parameters take gradients if `trains`.
+        """
+        input_gradients = []
+        for number, _ in enumerate(synchronized(self._runner, self.unit, self._micro_batches)):
+            self._look_ahead(number)
+            input_gradients.append(self._backward_of(number, gradients, trains))
+        self._saved.prefetch_previous(self, 1)  # Start this copy before the weight copies submitted by `leave`.
+        return input_gradients
+
+    def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
+        with self._micro_batches[number].snapshot.values_restored(self.unit.traits.buffers):
+            return self._run_graph(self._recompute(number), number, gradients, trains)
+
+    def _run_graph(self, graph: Graph, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
+        pieces = self.unit.traits.cut_outputs(gradients, self._micro_batches[number].rows)
+        pairs: list[tuple[Any, torch.Tensor]] = [
+            (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
+        ]
+        inputs = None if trains else [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
+        torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
+        return [leaf.grad if need else None for leaf, need in zip(graph.leaves, self._needs, strict=True)]
+
+    def _look_ahead(self, number: int) -> None:
+        """Start the H2D copies for this micro-batch and for the next one in backward order."""
+        self.prepare(number)
+        if number + 1 == len(self._micro_batches):
+            self._saved.prefetch_previous(self)
+        elif self._saved.prefetches:
+            self.prepare(number + 1)
+
+    def prepare(self, number: int = 0) -> None:
+        """Start the H2D copies for the backward of a micro-batch."""
+        if number < len(self._micro_batches) and number not in self._copies:
+            micro_batch = self._micro_batches[number]
+            inputs = self.unit.traits.cut_inputs(self._inputs, micro_batch.rows)
+            self._copies[number] = self._saved.start_copies([*inputs, *micro_batch.outputs])
+
+    def _recompute(self, number: int) -> Graph:
+        """Run a micro-batch forward again with a graph."""
+        runner, micro_batch, saved = self._runner, self._micro_batches[number], self._saved
+        tensors = saved.wait(self._copies.pop(number))
+        others = self.unit.traits.cut_others(self._arguments.others, micro_batch.rows)
+        inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
+        use = Use(runner, self._arguments, inputs, others, self._needs)
+        with (
+            self._policy.measure(self._key, inputs if saved.inputs_stay else (), len(self._micro_batches)),
+            micro_batch.snapshot.repeated(),
+            runner.outputs.replayed(outputs),
+        ):
+            return self._repeat(use, runner.stages.for_recomputation(micro_batch.forward))
+
+    def _repeat(self, use: Use, forward: Forward) -> Graph:
+        graph, _ = self._thread_state.run(run_with_graph, self.unit, use, forward, self.unit.traits.mutated)
+        return graph
+
+    def close(self) -> None:
+        """Release everything kept."""
+        self._inputs, self._micro_batches, self._copies = [], [], {}
+        self._runner.finish(self.claim)
+
+
+class InputsAndTensors(Inputs):
+    """Keeps the inputs, and knows the tensors of the forward that stay alive outside: an attribute, a list, a hook."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._made: KeptTensors | None = None
+        self._kept: dict[int, ref[torch.Tensor]] = {}  # by number
+        self._views: set[int] = set()  # numbers of kept views of weights
+
+    def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
+        if micro_batch.rows is not None:  # a tensor of some rows is no tensor of the whole batch
+            return super()._compute(micro_batch, use)
+        self._made = made = KeptTensors()
+        graph, result = run_without_saving(self.unit, use, made.watching(micro_batch.forward))
+        made.add_inputs(graph.leaves)
+        return result
+
+    def collect(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        kept = self._made.alive(results) if self._made else {}
+        self._views = {number for number, t in kept.items() if self._runner.slots.streams(t.data_ptr())}
+        self._made, self._kept = None, {number: ref(tensor) for number, tensor in kept.items()}
+        return list(kept.values())
+
+    def check_gradients(self, gradients: GradientTensors) -> None:
+        of_kept = zip(self._kept, gradients[len(gradients) - len(self._kept) :], strict=True)
+        if any(number in self._views and gradient is not None for number, gradient in of_kept):
+            raise ConfigError(
+                f"unit {self.unit.name} keeps a view of its weights outside, and the view was used in a loss, but the "
+                "weights leave the device. Keep a copy (.clone()), or compute inside the unit and return the result."
+            )
+
+    def _run_graph(self, graph: Graph, *others: Any) -> GradientTensors:
+        input_gradients = super()._run_graph(graph, *others)
+        for kept, root in zip(self._kept.values(), graph.roots[len(graph.roots) - len(self._kept) :], strict=True):
+            if isinstance(root, torch.Tensor) and root.retains_grad and (tensor := kept()) is not None:
+                tensor.grad = root.grad
+        return input_gradients
+
+    def _repeat(self, use: Use, forward: Forward) -> Graph:
+        made, collected = KeptTensors(self._kept), Collected(self.unit.modules)
+        graph = super()._repeat(use, made.watching(forward) if self._kept else forward)
+        collected.put_back()
+        if self._kept:
+            made.add_inputs(graph.leaves)
+            graph.roots += [self._find_again(made, number) for number in self._kept]
+        return graph
+
+    def _find_again(self, made: KeptTensors, number: int) -> torch.Tensor:
+        """Return a kept tensor in the graph of the recomputation. Raises ConfigError."""
+        tensor, kept = made.again.get(number), self._kept[number]()
+        if tensor is None or not tensor.requires_grad or (kept is not None and tensor.shape != kept.shape):
+            raise ConfigError(
+                f"unit {self.unit.name} keeps a tensor outside that its recomputation does not make again: its forward "
+                "takes another path there. Return the tensor from the unit, or keep tensor.detach()."
+            )
+        return tensor
+
+
+class Products(Inputs):
+    """Keeps the inputs, and outputs of products as far as they fit on the device. The recomputation reuses these."""
+
+    records_products = True
+
+    def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
+        return run_without_saving(self.unit, use, micro_batch.forward)[1]
+
+    def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}
+        if not self._has_room(sum(storages.values())):
+            outputs.clear()
+        for tensor in outputs:
+            self._saved.reserve(tensor, "kept tensors", self.claim)
+        self._policy.update_peaks()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._policy.has_room(num_bytes)
+
+
+class MeasuredProducts(Products):
+    """Measures outputs of products, and keeps the inputs alone. For the first step with some shapes."""
+
+    def _has_room(self, num_bytes: int) -> bool:
+        self._policy.add_outputs(self._key, num_bytes)
+        return False
+
+
+class SavedGraph(Inputs):
+    """Keeps the autograd graph on the device, and the inputs instead if an optional graph has no room."""
+
+    memory_class: type[GraphMemory] = GraphMemory
+    optional_in: Sequence[str] = ("auto",)
+    """Modes of recomputation in which a graph may be dropped."""
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Save nothing: the graph holds the inputs."""
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
+        return self._runner.run_rows(self.unit, self._arguments, tensors, self._begin_micro_batch)
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self._policy.mode in self.optional_in
+
+    def _run(self, micro_batch: MicroBatch, use: Use) -> Arguments:
+        memory = self.memory_class(self._runner.slots, self._saved, self.claim, is_optional=self._may_recompute)
+        try:
+            with self._runner.outputs.recorded_in(micro_batch.outputs):
+                micro_batch.graph, result = memory.run(self.unit, use, micro_batch.forward)
+            micro_batch.outputs.clear()
+            return result
+        except TooMuchToKeepError:
+            # The graph exceeds the available memory, unforeseen in the plan for this shape. Drop the graph and
+            # recompute this use.
+            micro_batch.snapshot.put_back()
+            if not self._inputs:
+                self._save(self._arguments.tensors)
+        return super()._run(micro_batch, use)
+
+    @property
+    def reads_weights(self) -> bool:
+        memories = [each.graph.memory if each.graph else None for each in self._micro_batches]
+        is_free = all(memory is not None and not memory.has_weights for memory in memories)
+        return not is_free or self.unit.traits.graph(self._signature).reads_weights
+
+    def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
+        micro_batch = self._micro_batches[number]
+        graph, micro_batch.graph = micro_batch.graph, None
+        if graph is None:
+            return super()._backward_of(number, gradients, trains)
+        return self._run_graph(graph, number, gradients, trains)
+
+    def prepare(self, number: int = 0) -> None:
+        graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
+        if graph is not None and graph.memory is not None:
+            graph.memory.prepare()
+        else:
+            super().prepare(number)
+
+
+class OffloadedGraph(SavedGraph):
+    """Keeps the autograd graph in host or NVMe memory."""
+
+    memory_class = OffloadedGraphMemory
+    optional_in = ("auto", "always")
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        self._saved.add_use(self)
+
+
+def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: GradientSignature) -> type[Inputs]:
+    """Return the class that keeps a use of `unit` with these input shapes and this gradient signature."""
+    traits, mode, pool = unit.traits, policy.mode, policy.graph_offload
+    if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
+        return InputsAndTensors
+    if traits.graph(signature).keeps_nothing:
+        return SavedGraph
+    if traits.rewrites and pool is not None:
+        return Inputs
+    if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
+        return Inputs
+    if mode == "never":
+        return SavedGraph if pool is None else OffloadedGraph
+    if mode != "always" and policy.keeps_on_device(key):
+        return Products if mode == PRODUCTS else SavedGraph
+    if mode == PRODUCTS and not policy.is_measured(key):
+        return MeasuredProducts
+    return OffloadedGraph if policy.offloads(key) else Inputs
+
+
+def run_without_saving(unit: Unit, use: Use, forward: Forward) -> tuple[Graph, Arguments]:
+    """Like `run_with_graph`, for the choice of kernels alone: the graph saves nothing, and has no backward."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+        return run_with_graph(unit, use, forward)
+
+
+def _refuse_changed_buffers(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
+    for buffer, version in buffers:
+        if buffer._version != version:
+            names = (key for module in unit.modules for key, other in module._buffers.items() if other is buffer)
+            key = next(names, "a buffer")
+            raise ConfigError(
+                f"unit {unit.name} changes its buffer {key} in place, but did not in the recording pass, and "
+                "recomputation would change it twice. Change the buffer from the first step on (by 0 if nothing "
+                f"changes yet), assign a new tensor (self.{key} = ...), or set --train.recompute never."
+            )
