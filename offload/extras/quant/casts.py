@@ -41,6 +41,7 @@ class ScaledMatrix(NamedTuple):
 
 def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
     """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number."""
+    # A graph of torch.compile fuses the operations, and a kernel of ours would break the graph.
     if not torch.compiler.is_compiling() and _can_run(matrix):
         launches = _find_launches(matrix, by_row, dtype)
         if launches is not None:
@@ -49,7 +50,8 @@ def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4
 
 
 def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
-    amax = torch.linalg.vector_norm(matrix, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+    dims = 1 if by_row else (0, 1)
+    amax = torch.linalg.vector_norm(matrix, math.inf, dim=dims, keepdim=True).float()
     # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
     scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
     return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
@@ -58,6 +60,7 @@ def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMa
 def _in_plan(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
     """Cast on `meta`, with the bytes that the kernels read and write, and the memory of the torch operations."""
     amax = matrix.new_empty(len(matrix), 1) if by_row else torch.linalg.vector_norm(matrix, math.inf, keepdim=True)
+    # Allocated for the count alone: the operations hold a quotient in fp32.
     quotient = matrix.new_empty(matrix.shape, dtype=torch.float32)
     values = matrix.to(dtype, memory_format=torch.contiguous_format)
     del quotient
@@ -80,12 +83,14 @@ def _can_run(matrix: Tensor) -> bool:
     """True for a matrix of plain numbers on a device with kernels, in a form that they read."""
     if matrix.is_cpu or matrix.is_meta or type(matrix) not in (Tensor, nn.Parameter):  # subclasses may lack memory
         return False
+    # A thread loads eight elements at once, so rows begin at 16 bytes.
     is_fit = matrix.dtype in _ELEMENTS and matrix.shape[1] % _EACH == 0 and matrix.data_ptr() % _ALIGNMENT == 0
     return is_fit and matrix.numel() > 0 and KERNELS.can_run(matrix.device)
 
 
 def _find_launches(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> _Launches | None:
-    amax_of_rows, key = None, (matrix.dtype, dtype, by_row)
+    key = matrix.dtype, dtype, by_row
+    amax_of_rows = None
     if not by_row:
         amax_of_rows = KERNELS.find(
             matrix.device,
@@ -146,14 +151,18 @@ def _example(dtype: torch.dtype) -> Tensor:
     columns], on the host.
     """
     rows, columns = 12, 2 * THREADS * _EACH + _EACH
+    # The golden ratio in 32 bits: neighbouring products share no pattern, without a random generator.
     words = torch.arange(rows * columns, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).view(rows, columns)
     fractions = words.bitwise_and(0xFFFFFF).double().div_(1 << 24).add_(1)
     signs = 1 - 2 * words.bitwise_right_shift(16).bitwise_and(1)
     matrix = torch.ldexp(signs * fractions, words.bitwise_right_shift(24).remainder(32).neg())
     for row in range(8):  # with short ratios, which lie between two FP8 numbers
         matrix[row].clamp_(-1 - row / 8, 1 + row / 8)
-    matrix[1], matrix[2], matrix[8] = matrix[1] * 1e-30, matrix[2] * 1e30, 0
-    matrix[-2, columns // 2], matrix[-1, -1] = math.inf, math.nan
+    matrix[1] *= 1e-30
+    matrix[2] *= 1e30
+    matrix[8] = 0
+    matrix[-2, columns // 2] = math.inf
+    matrix[-1, -1] = math.nan
     return matrix.to(dtype)
 
 

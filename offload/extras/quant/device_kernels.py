@@ -34,6 +34,7 @@ def decode(codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tenso
         return False
     if codec.name not in _NAMES or out.dtype not in _ELEMENTS or not out.numel():
         return False
+    # Scales are read as floats, and weights are written 16 bytes at a time.
     if records.data_ptr() % 4 or out.data_ptr() % 16:
         return False
     launch = None
@@ -59,6 +60,7 @@ def _stretches(codec: QuantizedCodec, records: Tensor, out: Tensor, spare: Tenso
     distance, begin = records.data_ptr() - out.data_ptr(), 0
     if -records.nbytes < distance < out.nbytes:
         while records.nbytes - begin * width > spare.nbytes:
+            # One launch for all would write over records still unread by other blocks of threads.
             end = (distance + begin * width) // weight_bytes
             yield records[begin * width : end * width], out[begin * codec.block : end * codec.block]
             begin = end
@@ -79,6 +81,7 @@ def program(codec: str, dtype: torch.dtype) -> tuple[str, str, list[str]]:
 def _find_difference(codec: QuantizedCodec, device: torch.device, dtype: torch.dtype, launch: Launch) -> str:
     """Decode some records with arbitrary codes on the device and on the host, and compare. Waits for the device."""
     num_records = max(2, 2048 // codec.block)
+    # Codes without a random generator: torch's generator must not move.
     words = torch.arange(num_records * codec.record_bytes, dtype=torch.int64, device="cpu").mul_(0x9E3779B1)
     records = words.bitwise_right_shift_(16).to(torch.uint8)
     scales = torch.arange(1, 2 * num_records + 1, dtype=torch.float32, device="cpu").sin_()  # at the end of a record

@@ -37,7 +37,7 @@ class FileCodec(QuantizedCodec, ABC):
 
     @cached_property
     def record_bytes(self) -> int:  # type: ignore[override]
-        return -(-sum(self.fields) // 4) * 4
+        return -(-sum(self.fields) // 4) * 4  # views as fp32 need a multiple
 
     @property
     def unsaved_reason(self) -> str:
@@ -71,11 +71,13 @@ class FileCodec(QuantizedCodec, ABC):
 
         If only the compute dtype is bf16, rounding follows the split of masters: ties away from zero.
         """
+        # The last rounding is the copy itself where the dtypes are equal.
         is_last = self.rounds[-1:] == (weights.dtype,)
         for dtype in self.rounds[: len(self.rounds) - is_last]:
             rounded = spare[: 2 * decoded.numel()].view(dtype).view(decoded.shape)
             decoded.copy_(rounded.copy_(decoded))
         if weights.dtype == torch.bfloat16 and not is_last:
+            # In the bits, as masters are split: a halfway case goes away from zero.
             decoded.view(torch.int32).add_(0x8000).bitwise_and_(-0x10000)
         weights.copy_(decoded)
 
@@ -117,9 +119,12 @@ class ByteNumbers(NumberFormat):
 class OffsetInt4(NumberFormat):
     """Integers from -8 to 7, stored with 8 added, two per byte with the first in the lower half."""
 
-    label, bits, tables = "int4", 4, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label = "int4"
+    bits = 4
+    tables = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
+        # Into given memory: a temporary on a device would be outside of the plan.
         half = spare[: codes.numel()].view(codes.shape)
         out[:, 0::2].copy_(torch.bitwise_and(codes, 15, out=half))
         out[:, 1::2].copy_(torch.bitwise_right_shift(codes, 4, out=half))
@@ -214,6 +219,7 @@ class TiledCodec(FileCodec):
 
     def _multiply(self, values: Tensor, scales: Tensor) -> None:
         """Multiply flat record values in place by scales [records, rows, 1, columns]."""
+        # Full tiles in one product. A narrower last tile needs another.
         whole = self.width // self.tile[1]
         values = values.view(len(scales), self.scales[0], self.tile[0], self.width)
         begin = whole * self.tile[1]
@@ -259,6 +265,7 @@ class Mxfp4Codec(FileCodec):
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         parts = [2048, 1024, -(-self.record_bytes // 8) * 8]
         pairs, powers, record_memory, memory = workspace.split([*parts, len(workspace) - sum(parts)])
+        # The host would need more time for the transpose than the disk for the read, so files keep their order.
         record = record_memory[: self.record_bytes]
         for stored_record, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
             record.copy_(stored_record)  # a copy: the weights may overwrite the record, and in another order

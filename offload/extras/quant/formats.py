@@ -78,6 +78,7 @@ class RecordPart:
         """
         width = self.tensor.dtype.itemsize
         begin, end = (min(each * self.num_bytes // width, math.prod(self.tensor.shape)) for each in (first, last))
+        # The last record may be partial: a matrix need not have a multiple of its rows.
         values = self.tensor.file.read(self.tensor.key, begin, end).view(torch.uint8)
         num_missing = (last - first) * self.num_bytes - len(values)
         return torch.nn.functional.pad(values, (0, num_missing)).view(-1, self.num_bytes)
@@ -201,6 +202,7 @@ class TensorFormat(Format):
             for stem in stems
         }
         for member in (member for members in members_by_stem.values() for member in members.values()):
+            # The parts are no tensors of the model, and one may have the name of the weight.
             del readers[member.key]
         dtype = dtype or model_dtype(folder, readers)
         for stem, members in members_by_stem.items():
@@ -236,6 +238,7 @@ class BlockFp8(TensorFormat):
 
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:  # noqa: ARG002
         block = self._quantization.get("weight_block_size")
+        # `assemble` reads the value of a scale for the whole matrix.
         scales = torch.ones(1) if block is None else empty(_grid(weight.shape, block), torch.float32)
         return {".weight": empty(weight.shape, torch.float8_e4m3fn), ".weight_scale_inv": scales}
 
@@ -244,7 +247,9 @@ class GptOss(TensorFormat):
     """mxfp4 for all experts in a layer at once, with each matrix transposed."""
 
     title = "mxfp4 as gpt-oss's"
-    marker, members, weight = "_blocks", ("_blocks", "_scales"), ""
+    marker = "_blocks"
+    members = "_blocks", "_scales"
+    weight = ""  # the stack of experts is a parameter itself
 
     def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, exponents = tensors["_blocks"], tensors["_scales"]
@@ -290,6 +295,7 @@ class BitsAndBytes(TensorFormat):
     def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, state = tensors[".weight"], json.loads(bytes(tensors[self.marker].value().tolist()))
         shape = tuple(state["shape"])
+        # bitsandbytes dequantizes into the dtype of the state, then transformers casts to the model's.
         rounds = rounding(getattr(torch, state["dtype"]), dtype)
         sizes = state["blocksize"], state.get("nested_blocksize", 256)
         tables = [(tensors[".weight.quant_map"], nf4_levels())]
@@ -399,9 +405,13 @@ class CompressedTensors(TensorFormat):
 
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         group, shape = self._group(weight) or {}, weight.shape
-        told, rows, width = group["weights"], math.prod(shape[:-1]), shape[-1]
+        told = group["weights"]
+        rows, width = math.prod(shape[:-1]), shape[-1]
         size, bits = told.get("group_size"), told.get("num_bits", 8)
-        by_size = "tensor" if size is None else "group" if size > 0 else "channel"
+        # Without a strategy, compressed-tensors derives one from the group size; -1: a scale for each row.
+        by_size = "tensor"
+        if size is not None:
+            by_size = "group" if size > 0 else "channel"
         strategy = told.get("strategy") or ("block" if told.get("block_structure") else by_size)
         tiles = {"group": (1, size), "channel": (1, width), "block": told.get("block_structure")}
         scale_dtype = getattr(torch, str(told.get("scale_dtype") or dtype).removeprefix("torch."))
@@ -452,6 +462,7 @@ def _assemble_grid(
             scales,
             f"has shape {list(scales.shape)} for a weight of shape {list(shape)}, not one for each of equal blocks",
         )
+    # A tile over two experts of a stack would mix their scales.
     if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
         raise _unsupported_error(
             codes, f"has shape {list(shape)}, where only an even width and whole blocks in each matrix are supported"

@@ -51,7 +51,7 @@ def decode(
             f"{block} elements."
         )
     if target < source + num_bytes and source < target + out.nbytes:
-        threads = 1
+        threads = 1  # a second thread would write over records still unread by the first
     tables = [0 if table is None else flat("tables", table, FP32)[0] for table in (levels, numbers)]
     _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
 

@@ -23,7 +23,8 @@ class PlannedFile(TensorFile):
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`path`: the configuration, for messages."""
-        self.path, self._tensors = path, tensors
+        self.path = path
+        self._tensors = tensors
         self.entries = {name: TensorEntry(each.dtype, tuple(each.shape), 0, 0) for name, each in tensors.items()}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
@@ -43,6 +44,7 @@ def unless_skipped(model: nn.Module, skipped: Sequence[str] | None, select: Sele
     `skipped`: names or regular expressions of modules. None: output embeddings, tied modules and the last module.
     """
     kept_fp32 = getattr(model, "_keep_in_fp32_modules", None)
+    # transformers' own rules: a plan has the same quantized weights as the files.
     patterns = HfQuantizer.get_modules_to_not_convert(model, None if skipped is None else list(skipped), kept_fp32)
     return lambda weight: (
         select(weight) and all(should_convert_module(name, patterns) for name in (weight.module_name, weight.file_name))
@@ -72,6 +74,7 @@ def target_of(weight: PlannedWeight, targets: Iterable[str]) -> str | None:
     """
     names, classes = (weight.module_name, weight.file_name), {each.__name__ for each in type(weight.module).__mro__}
     if is_expert(weight) and len(weight.shape) == 2:
+        # transformers joins the experts of a layer in one tensor; they were single layers when quantized.
         classes.add("Linear")
     targets = list(targets)
     by_name = (each for each in targets if each in names)

@@ -45,6 +45,7 @@ def multiply(left: ScaledMatrix, right: ScaledMatrix, *, is_fast: bool) -> Tenso
     columns = right.values.t()
     if not multiplies_fp8(left.values.device.type):
         return ((left.values.float() @ columns.float()) * left.scale * right.scale.t()).bfloat16()
+    # A product takes scales by row on both sides, or one number on both.
     scales = left.scale, right.scale.t()
     if left.scale.numel() > 1 or right.scale.numel() > 1:  # both by row, or both for the matrix
         shape = len(left.values), columns.shape[1]
@@ -70,6 +71,7 @@ class _Product(torch.autograd.Function):
                 scaled = to_fp8(gradient, by_row=True)
                 of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=True)
             if ctx.needs_input_grad[1]:
+                # In bf16, as in the recipe: this product sums over tokens, and each token has a scale of its own.
                 of_weight = gradient.t() @ tokens
             return of_tokens, of_weight, None
         num_tokens = len(tokens)
@@ -99,6 +101,7 @@ def _linear_by_matrix(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
 def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa: A002
     """Return the result of a linear layer, multiplied in FP8. Other dtypes than bf16, and no tokens: as without FP8."""
     weight = layer.weight
+    # `linear` casts under autocast. A custom function gets its inputs as they are.
     casts = input.dtype != weight.dtype and torch.is_autocast_enabled(input.device.type)
     tokens = input.to(weight.dtype) if casts else input
     if tokens.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not tokens.numel():
@@ -117,7 +120,9 @@ class Fp8Products(Stage):
 
     def __init__(self, inner: Stage, model: nn.Module, settings: Settings, text: str) -> None:
         super().__init__(inner)
-        self._model, self._settings, self._text = model, settings, text
+        self._model = model
+        self._settings = settings
+        self._text = text
         self._undo = ExitStack()
 
     @classmethod
@@ -128,6 +133,7 @@ class Fp8Products(Stage):
                 f"train.matmul is {settings.matmul}, but {accelerator.describe()['name']} {accelerator.lacks_fp8}: set "
                 "--train.matmul precision."
             )
+        # Before the first step: a model without these layers would silently train in bf16.
         layers = _check_layers(state.model, settings)
         for unit in state.units:
             if isinstance(unit, CutLayer) and unit.module in layers:
@@ -163,6 +169,7 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     """Yield the linear layers of blocks with the forward of torch, each once."""
     modules = dict.fromkeys(module for block in find_blocks(model) for module in block.modules())
     for module in modules:
+        # A subclass with another forward may read the weight in any way.
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             yield module
 

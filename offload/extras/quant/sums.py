@@ -36,12 +36,17 @@ class Residual:
 
         `keeps`: update the errors; False if the sum is discarded after measuring.
         """
-        self.block, self.record_bytes = codec.block, codec.record_bytes
-        self._codec, self._error, self._keeps = codec, error, keeps
+        # The exchange cuts between records by these two.
+        self.block = codec.block
+        self.record_bytes = codec.record_bytes
+        self._codec = codec
+        self._error = error
+        self._keeps = keeps
 
     def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
         """Quantize shard values, from element `begin` on, into flat `records`."""
         error = self._error[begin : begin + len(values)]
+        # A copy for a measurement: the errors stay for the next step.
         rest = error.to(values.device, copy=not self._keeps)
         self._codec.encode_rest(values, rest, records)
         if self._keeps and rest is not error:
@@ -65,10 +70,12 @@ class QuantizedSums(ExactSums):
     def __init__(self, exact: ExactSums, codec: GradientCodec, shares_sums: bool) -> None:
         """`shares_sums`: other ranks need the sum."""
         super().__init__(exact.between, exact.device, exact.scratch)
-        self._codec, self._shares_sums = codec, shares_sums
+        self._codec = codec
+        self._shares_sums = shares_sums
 
     def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         step = len(terms) // self.between.size
+        # A step sends the terms, and the sum where other ranks need it.
         return (2 if len(into) > step else 1) * step // self._codec.block * self._codec.record_bytes
 
     def run(
@@ -84,12 +91,14 @@ class QuantizedSums(ExactSums):
                 self.keep(state.region, own_sum, target)
             return
         block, width = self._codec.block, self._codec.record_bytes
+        # In parts as large as the exchange's memory, whatever the size of the region.
         most = len(self.scratch) // (between.size * width) * block
         for begin in range(0, len(own_sum), most):
             chunk = own_sum[begin : begin + most]
             records = self.scratch[: between.size * (len(chunk) // block * width)]
             own = pieces_of(records, between.size)[between.rank]
             residual.encode(chunk, between.rank * len(own_sum) + begin, own)
+            # The sender decodes the sent records too: all replicas use the same numbers.
             residual.decode(own, chunk)
             if len(target):
                 between.all_gather(records, own, label)
