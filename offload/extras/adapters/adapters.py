@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -69,7 +69,10 @@ class Adaptation:
 
         targets: Any = section.target_modules and list(section.target_modules)
         if not targets and section.target_parameters:
-            targets = []
+            targets = []  # None would stand for PEFT's default modules
+        if targets == ["all-linear"]:
+            targets = "all-linear"  # PEFT knows the word alone, not in a list
+        init: Any = True if section.init == "default" else section.init
         if section.init.startswith("loftq"):
             raise ConfigError(f"lora.init is {section.init}{_NO_LOFTQ}")
         return cls(
@@ -77,11 +80,11 @@ class Adaptation:
                 r=section.rank,
                 lora_alpha=section.alpha,
                 lora_dropout=section.dropout,
-                target_modules="all-linear" if targets == ["all-linear"] else targets,
+                target_modules=targets,
                 target_parameters=_as_list(section.target_parameters),
                 modules_to_save=_as_list(section.modules_to_save),
                 trainable_token_indices=_as_list(section.trainable_tokens),
-                init_lora_weights=cast("Any", True if section.init == "default" else section.init),
+                init_lora_weights=init,
                 use_rslora=section.use_rslora,
                 use_dora=section.use_dora,
                 task_type=_TASKS.get(model_kind),
@@ -113,7 +116,8 @@ class Adaptation:
         """
         _require_peft()
         config, initial = _read_config(checkpoint / CONFIG, "the checkpoint's adapter"), checkpoint / INITIAL
-        return cls(config, removed=from_bytes(initial.read_bytes()) if initial.is_file() else {})
+        removed = from_bytes(initial.read_bytes()) if initial.is_file() else {}
+        return cls(config, removed=removed)
 
     def apply_to(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
         """Put the adapter over a model with unfilled weights, and freeze the base.
@@ -143,10 +147,12 @@ class Adaptation:
             )
         module_list = _list_modules(built.model)
         _check_targets(built.model, config, module_list)
+        # The seed decides the initial values alone: the generators of the caller go on as before.
         with torch.random.fork_rng(devices=[]), BaseReads(built, self.removed) as reads, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kept ties and empty names
             torch.manual_seed(seed)
             model = _wrap(built.model, config, module_list)
+            # The exported adapter lies in another folder, so a relative path would lead nowhere.
             if name := adapter_config(model).base_model_name_or_path:
                 adapter_config(model).base_model_name_or_path = absolute_name(name)
             if init is not None:
@@ -170,11 +176,15 @@ class Adaptation:
             model.requires_grad_(False)
         bases = dict(reads.unchanged_names(model))
         changed_ids = {id(model.get_parameter(name)) for name, base in bases.items() if base in reads.removed}
+
+        def source(name: str) -> Source | None:
+            return reads.source(bases[name]) if name in bases else None
+
         return replace(
             built,
             model=model,
             fill=reads.fill,
-            source=lambda name: reads.source(bases[name]) if name in bases else None,
+            source=source,
             quantized={each: codec for each, codec in built.quantized.items() if id(each) not in changed_ids},
             removed=reads.removed,
         )
@@ -185,6 +195,7 @@ class Adaptation:
             return self.apply_to(BuiltModel(model), seed=0).model
         config = copy.deepcopy(self.config)
         config.init_lora_weights = True
+        # An initialization by the weights (pissa) would read values, and shapes have none.
         adapted = replace(self, config=config).apply_to(BuiltModel(model), seed=0).model
         adapter_config(adapted).init_lora_weights = self.config.init_lora_weights
         return adapted
@@ -238,6 +249,7 @@ def outermost_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
     last = None
     for name, module in model.get_base_model().named_modules():
+        # PEFT may wrap a wrapper, for example for several parameters of one module.
         is_inside = last is not None and name.startswith(f"{last}.")
         if not is_inside and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             last = name
@@ -304,6 +316,7 @@ def write_adapter(
     state = dict(values) | {name: by_id[id(p)] for name, p in named.items() if id(p) in by_id}
     with export_folder(folder.resolve(), replace) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Without embeddings: PEFT would ask the hub for the vocabulary of the base.
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
         expected = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
         if removed:
@@ -312,6 +325,7 @@ def write_adapter(
             save_file(
                 {name: value.contiguous() for name, value in expected.items()}, temporary / WEIGHTS, {"format": "pt"}
             )
+        # Read back before the rename: a folder with the final name is verified.
         file_weights = load_file(temporary / WEIGHTS)
         if file_weights.keys() != expected.keys() or not all(
             torch.equal(file_weights[name], expected[name]) for name in expected
@@ -352,6 +366,7 @@ def _read_config(path: Path, label: str) -> Any:
         )
     if values.get("init_lora_weights") == "loftq":
         raise ConfigError(f"{label} is {path}, with init_lora_weights loftq{_NO_LOFTQ}")
+    # Settings of one process (`ephemeral_gpu_offload`), not of the adapter.
     values.pop("runtime_config", None)
     try:
         with warnings.catch_warnings():
@@ -384,6 +399,7 @@ def _load(model: Any, folder: Path) -> None:
     except (RuntimeError, KeyError) as error:  # shapes differ, or a saved module lacks a key
         reason = shorten(" ".join(str(error).split()))
         raise ConfigError(f"{folder} does not fit this model, so it is an adapter of another one: {reason}") from error
+    # PEFT also lists the base as missing: the file needs only trained weights.
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(own.intersection(load_result.missing_keys))
     if load_result.unexpected_keys or missing:

@@ -7,6 +7,13 @@ WHOLE = ("config", "adapter")
 """Settings with a complete description of an adapter."""
 DEFAULTS = {name: field.default for name, field in LoraSection.model_fields.items() if name not in WHOLE}
 WITHOUT_RESTARTS = "leave --lora.restart_every out"
+# A default counts as given on the command line alone: a configuration file written by a run has all keys.
+_GIVEN = [
+    (name, key, value)
+    for name, default in DEFAULTS.items()
+    if not name.startswith("restart_")
+    for key, value in ((f"lora.{name}", other_than(default)), (f"origin.lora.{name}", "command line"))
+]
 
 CONFLICTS = (
     *(
@@ -18,10 +25,8 @@ CONFLICTS = (
         Conflict(f"lora.{whole}", is_set, key, value,
             f"lora.{name} is set too, beside this complete description of an adapter", "leave one of them out")
         for whole in WHOLE
-        for name, default in DEFAULTS.items()
-        if not name.startswith("restart_")
-        for key, value in ((f"lora.{name}", other_than(default)), (f"origin.lora.{name}", "command line"))
-    ),  # a configuration file written by a run has all keys
+        for name, key, value in _GIVEN
+    ),
     Conflict("lora.config", is_set, "lora.adapter", is_set,
         "lora.adapter is set too, beside this complete description of an adapter", "leave one of them out"),
     *(

@@ -93,6 +93,7 @@ def export_merged(
     with suggesting_alternative(folder), ExitStack() as opened:
         reader = opened.enter_context(Reader(folder))
         build = _base_of(reader, base, dtype)
+        # PEFT replaces modules in a model, so one copy stays plain for the names and shapes to write.
         plain, beneath = build(), build()
         opened.callback(plain.close)
         opened.callback(beneath.close)
@@ -110,6 +111,7 @@ def export_merged(
                 "copies share the weights of the base, and a merged model would need separate ones. Export the "
                 "adapter without --merge, and load it with AutoPeftModelForCausalLM."
             )
+        # The seed has no effect: the checkpoint fills all values of the adapter.
         adapted, plain = adaptation.apply_to(beneath, seed=0), subtract_products(plain, adaptation.removed)
         own = fill_adapter(adapted.model, names, _read_values(reader))
         changed = {names[id(adapted.model.get_parameter(name))]: name for name in reader.changed}
@@ -129,6 +131,7 @@ def export_merged(
                 "leave --dtype out, or merge --onto original."
             )
         merged = MergedWeights(plain, adapted.model, names, trained_value, quantized_base)
+        # The folder would be a copy of the base, and look like a trained model.
         if not merged.has_changes():
             raise ConfigError(
                 f"merging the adapter of {folder} changes no base weight: the adapter was not trained, or its changes "
@@ -144,14 +147,19 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     """
     own = reader.meta["meta"]
     settings = {key: value for key, (value, _) in own["config"].items()}
+    # The folder of the base then, where it still exists; the setting may be a name on the hub, with other files by now.
+    name = own["base"]["name"]
+    path = moved or (name if Path(name).is_dir() else settings["model.path"])
+    preset = None if moved else settings["model.preset"]
     section = ModelSection(
-        path=moved or (own["base"]["name"] if Path(own["base"]["name"]).is_dir() else settings["model.path"]),
-        preset=None if moved else settings["model.preset"],
+        path=path,
+        preset=preset,
         init=settings["model.init"],
         attention=settings["model.attention"],
     )
     config = trained_config(load_base_config(section, own["base"], reader.path, "--base"), settings["train.method"])
     seed = int(settings["run.seed"])
+    # Before any merge: an adapter fits only the base of the training.
     mark_base(section, config, seed).check(own["base"], reader.path, "--base")
     if not is_pretrained(section, locate(section)):
         config = folder_config(reader.path)  # includes tokens added for the tokenizer

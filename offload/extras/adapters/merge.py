@@ -47,7 +47,10 @@ class MergedWeights:
 
         Raises ConfigError for an adapter without a merge.
         """
-        self._base, self._names, self._trained_value, self._codecs = base, names, trained_value, codecs
+        self._base = base
+        self._names = names
+        self._trained_value = trained_value
+        self._codecs = codecs
         self._targets = dict(outermost_modules(model))
         can_merge = all(
             hasattr(each, "merge") or hasattr(each, "unload_and_optionally_merge_module")
@@ -66,7 +69,7 @@ class MergedWeights:
         self._cut_ties()
         self._aliases = _aliases(base.model)
         self._modules = {name: self._modules_around(aliases) for name, aliases in self._aliases.items()}
-        self._merged_values: dict[str, torch.Tensor] = {}
+        self._merged_values: dict[str, torch.Tensor] = {}  # of the group merged last: a weight is read in pieces
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return elements `begin` to `end` of a flat parameter, by its first name in the base. Raises DiskError."""
@@ -110,7 +113,9 @@ class MergedWeights:
             if any(isinstance(target, ModulesToSaveWrapper) for target in targets):
                 for alias in aliases[1:]:
                     untie(model, alias)
-                    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+                    # Both: a vision model has the setting twice, for the text and for the whole.
+                    model.config.get_text_config().tie_word_embeddings = False
+                    model.config.tie_word_embeddings = False
 
     def _current_value(self, name: str) -> torch.Tensor:
         value = self._trained_value(name)
@@ -136,7 +141,9 @@ class MergedWeights:
             for parameter in self._targets[target].parameters():
                 name = self._names.get(id(parameter))
                 if name is not None and parameter not in unfilled:
+                    # Values are put back below, so one group of modules is in memory at a time.
                     unfilled[parameter] = parameter.data
+                    # A copy: PEFT merges in place, and the value may be memory of the base.
                     parameter.data = self._current_value(name).to(parameter.dtype, copy=True)
         merged = {target: _merge_module(self._targets[target]) for target in targets}
         values: dict[str, torch.Tensor] = {}

@@ -98,6 +98,7 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
             digest.update(file.read(min(header, size)))
+            # Samples: a fingerprint of a 140 GB model by all bytes would take minutes at each start.
             begin, data = 8 + header, max(0, size - 8 - header - _SAMPLE_BYTES)
             for number in range(_NUM_SAMPLES):
                 file.seek(begin + data * number // (_NUM_SAMPLES - 1))
@@ -206,6 +207,7 @@ class AdapterOverBase(TrainablePart):
         with share_failure(engine.comm, "export"):
             if engine.rank == 0:
                 values = {**buffers_of(engine.model), **values}
+                # One rank writes, and PEFT reads some parameters from the model: a read must not exchange with others.
                 with engine.answering(values):
                     write_adapter(engine.model, values, folder, files, self.removed, replace=True)
 
@@ -223,10 +225,12 @@ class AdapterOverBase(TrainablePart):
             raise OffloadError(
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
+        # As in training: the loaded model must have the rounded base of the run.
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
         for parameter in model.parameters():  # a module trained as a copy has the base dtype
             parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
         set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+        # The folder's adapter stands over the original base, and the run's over the reduced one.
         removed_by_id = {
             id(model.get_base_model().get_parameter(name)): each for name, each in self._reduced_weights(model)
         }

@@ -91,11 +91,15 @@ def to_plain_lora(
             extra = torch.zeros_like(value)
             if product is not None:
                 scale = base.get_submodule(match["module"]).scaling[model.active_adapter]
+                # PEFT multiplies B A by the scale, and the product was removed as a whole.
                 extra = (product.left / -scale if is_b else product.right).to(value.dtype)
             converted[name] = torch.cat([value, extra], dim=int(is_b))
     plain = copy.deepcopy(config)
-    plain.init_lora_weights, plain.inference_mode = True, True
-    plain.r, plain.lora_alpha = 2 * config.r, (2**0.5 if config.use_rslora else 2) * config.lora_alpha
+    plain.init_lora_weights = True
+    plain.inference_mode = True
+    plain.r = 2 * config.r
+    # The scale must not change: alpha / r, or alpha / sqrt(r) with use_rslora.
+    plain.lora_alpha = (2**0.5 if config.use_rslora else 2) * config.lora_alpha
     plain.rank_pattern = {key: 2 * value for key, value in (config.rank_pattern or {}).items()}
     plain.alpha_pattern = {key: 2 * value for key, value in (config.alpha_pattern or {}).items()}
     return plain, converted
@@ -114,7 +118,9 @@ class BaseReads(TorchFunctionMode):
         super().__init__()
         self.removed = dict(removed)
         """Products subtracted so far, by base parameter name."""
-        self._base, self._built = built, subtract_products(built, self.removed)
+        # The model as in the files, and minus the products found so far.
+        self._base = built
+        self._built = subtract_products(built, self.removed)
         self._product: tuple[torch.Tensor, ...] = ()  # operands of the last matrix product
         self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # keeps ids unique
         self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
@@ -166,6 +172,7 @@ class BaseReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        # Shapes, flags and gradients need no values. `data` is how PEFT reads and writes a weight.
         is_attribute = name in ("__get__", "__set__") and owner != "data"
         if is_attribute or name in SHAPE_OPERATIONS:
             return func(*args, **kwargs)
@@ -185,6 +192,7 @@ class BaseReads(TorchFunctionMode):
             for module in self._built.model.modules():  # not in the files: initialized once, then kept
                 if any(each is parameter for each in module._parameters.values()):
                     self._initial_sources.update(self._built.fill("", module) or {})
+        # The first tensor is the one written: `w.data = x`, `w.mul_(x)`.
         if keys and is_write and id(tensors[0]) == keys[0]:
             self._overwritten.setdefault(keys[0], self._unfilled.pop(keys[0], tensors[0].data))
         result = func(*args, **kwargs)
@@ -202,10 +210,12 @@ class BaseReads(TorchFunctionMode):
             return
         weight = source.read(0, parameter.numel()).view(parameter.shape)
         left, right = (each.detach().float().clone(memory_format=torch.contiguous_format) for each in self._product)
+        # A Conv1D and an embedding store the transposed matrix.
         for transposed in (False, True):
             removed = RemovedProduct(left, right, transposed)
             if removed.product().shape == weight.shape and torch.equal(
                 removed.subtract_from(weight), parameter.detach()
             ):
-                self.removed[name], parameter.data = removed, self._overwritten.pop(key)
+                self.removed[name] = removed
+                parameter.data = self._overwritten.pop(key)
                 return

@@ -58,7 +58,9 @@ class LoraLayers:
 
         twin: Any = Adaptation(config).apply_to_shapes(empty_model(ModelSection(), model.get_base_model().config))
         named = list(twin.named_parameters(remove_duplicate=False))
-        self._adapter, self._init = twin.active_adapter, config.init_lora_weights
+        # For the initial values at a restart.
+        self._adapter = twin.active_adapter
+        self._init = config.init_lora_weights
         self._layers: dict[str, tuple[str, Any]] = {}
         for path, layer in outermost_modules(twin):
             if not isinstance(layer, LoraLayer):
@@ -127,6 +129,7 @@ class LoraLayers:
 
 def _fill_copy(layer: Any, values: Mapping[str, torch.Tensor]) -> Any:
     """Return a filled copy of a shape-only layer. `values`: by names within the layer."""
+    # A copy, so the values of one layer are freed before the next one is merged.
     layer = copy.deepcopy(layer)
     layer.load_state_dict(values, strict=False, assign=True)
     return layer
@@ -191,6 +194,7 @@ class RestartingAdapter(AdapterOverBase):
         if is_within or not number:
             return
         layers = LoraLayers(engine.model)
+        # All matrices are read before the first edit, and each weight merges with the values of this moment.
         values = dict(engine.named_parameters(trained_only=True))
         for name, value in engine.edit(layers.weights):
             value.copy_(layers.merge(name, value, [values[each] for each in layers.matrices(name)]))
@@ -232,11 +236,14 @@ class _MergedModel:
         `model`: the engine's model. `values`: trained values in it.
         """
         self._names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-        self._base, self._adapted = base, trainable.prepare(beneath).model
+        self._base = base
+        self._adapted = trainable.prepare(beneath).model
         parameters = dict(self._adapted.named_parameters())
         self._outer = {self._names[id(each)]: name for name, each in parameters.items() if id(each) in self._names}
         self._values = fill_adapter(self._adapted, self._names, values)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        # Dtypes alone: the pages of an empty tensor are never touched. The sum is in fp32, the result in the run's
+        # dtype.
         for name, parameter in base.model.named_parameters():
             parameter.data = torch.empty(parameter.shape, dtype=dtypes[self._outer[name]])
         for parameter in parameters.values():

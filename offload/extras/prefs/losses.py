@@ -65,6 +65,7 @@ class ORPO(TokenLoss):
             log_probs, labels = log_probs * answers, labels.masked_fill(answers == 0, IGNORED)
         sums = log_probs.sum(1)
         means = sums / _num_targets(labels)
+        # log(p / (1 - p)) from log p alone: p itself underflows for long answers.
         log_odds = _margins(means - _log1mexp(means))
         ratios = logsigmoid(log_odds)
         metrics = _reward_metrics(self._beta * means) | _sum_metrics(sums) | {"nll_loss": nll, "log_odds": log_odds}
@@ -88,6 +89,7 @@ class Reward(GroupLoss):
         scores = outputs.logits[:, 0].float()
         losses = -logsigmoid(_margins(scores))
         if self._centering:
+            # A loss of differences leaves the sum of both scores free to drift.
             losses = losses + self._centering * scores.view(-1, 2).sum(1) ** 2
         return self._mean(losses, batch, **_reward_metrics(scores))
 
@@ -119,7 +121,9 @@ def _num_targets(labels: torch.Tensor) -> torch.Tensor:
 
 def _log1mexp(values: torch.Tensor) -> torch.Tensor:
     """Return log(1 - exp(values)) for negative values (Maechler 2012, "Accurately computing log(1 - exp(-|a|))")."""
+    # At 0, a certain answer, the logarithm is minus infinity.
     values = values.clamp(max=-torch.finfo(values.dtype).eps)
     is_small = values > -math.log(2)
+    # Masked before, not after: the gradient of the branch not taken would be NaN.
     near = torch.log(-torch.expm1(torch.where(is_small, values, -1.0)))
     return torch.where(is_small, near, torch.log1p(-torch.exp(torch.where(is_small, -1.0, values))))

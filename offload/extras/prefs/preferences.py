@@ -25,7 +25,9 @@ class Preferences(Objective):
 
     def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool) -> None:
         self.name = f"the chosen answer rather than the rejected one ({method})"
-        self.loss, self._group, self._labels_prompt = loss, loss.group, labels_prompt
+        self.loss = loss
+        self._group = loss.group
+        self._labels_prompt = labels_prompt
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Preferences:  # noqa: ARG003

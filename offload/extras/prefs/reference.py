@@ -118,6 +118,7 @@ def add_reference(
         with share_failure(comm, "reading of the reference"):
             values = _read_stored(folders, sum(sizes.values()))
     else:
+        # Before the first step: the engine has the weights of the reference.
         values = _measure(config, engine, data, comm, say)
     ends = np.cumsum(list(sizes.values()))[:-1]
     by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
@@ -161,7 +162,9 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
             return np.concatenate([part for part in parts if part is not None])
 
+        # Rank 0 alone has the cache, and all ranks must measure the same batches.
         num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
+        # A key can miss an influence nobody thought of. One batch costs little beside all of them.
         if num_cached:
             first = measure(*spans[0])
             is_same = not batches or np.allclose(first, batches[0], _SAME_SHARE, equal_nan=True)
@@ -213,6 +216,7 @@ def _read(cache: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
     """Return the complete batches in the cache, and truncate the rest. `sizes`: rows per batch."""
     cache.seek(0)
     values = np.frombuffer(cache.read(), "<f4", count=cache.tell() // 4)
+    # A killed process may have left part of a batch.
     num_whole = int(np.searchsorted(np.cumsum(sizes), len(values), "right"))
     ends = np.cumsum(sizes[:num_whole])
     cache.truncate(4 * int(ends[-1]) if num_whole else 0)
@@ -229,6 +233,7 @@ def _write(cache: BinaryIO, values: np.ndarray) -> None:
 
 def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
     """Return 32 hexadecimal digits, equal only for runs with a bit-equal reference. Collective."""
+    # Streamed experts run by other operations, with other last bits.
     streams_experts = any(name == EXPERT_BUFFER for _, name, _ in engine.allocations)  # with auto, memory decides
     passes = engine.device.type, engine.world_size, engine.head_chunk_bytes, engine.told_tiles, streams_experts
     rows = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
@@ -279,6 +284,7 @@ class _Description:
         if isinstance(value, nn.Module | nn.Parameter) or value_class.__module__.startswith("offload.engine."):
             return name
         if not hasattr(value, "__dict__") and not isinstance(value, list | tuple | dict | set | frozenset):
+            # The default text of an object has an address, another one in each process.
             return repr(value) if any("__repr__" in vars(each) for each in value_class.__mro__[:-1]) else name
         if id(value) in self._seen:
             return self._seen[id(value)][0]
@@ -288,6 +294,7 @@ class _Description:
     def _inside(self, value: Any) -> list[Any]:
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             cells = getattr(value, "__closure__", None) or ()
+            # A function is code, hashed elsewhere, and the values in the closure.
             captured = [getattr(value, "__self__", None), *(each.cell_contents for each in cells)]
             return [value.__module__, value.__qualname__, *(self.of(each) for each in captured)]
         if isinstance(value, partial):
@@ -296,6 +303,7 @@ class _Description:
             return [str(value.dtype), *value.shape, digest(raw(torch.as_tensor(value).cpu().contiguous()).tobytes())]
         if isinstance(value, Mapping):
             items = [(repr(self.of(key)), self.of(each)) for key, each in value.items() if key not in LEFT_OUT_NAMES]
+            # Sorted: the order of insertion changes no result.
             return sorted(items, key=lambda item: item[0])
         if isinstance(value, set | frozenset):
             return sorted(repr(self.of(each)) for each in value)
