@@ -15,11 +15,10 @@ from offload.extras.rules.pieces import PIECE, count_of, master_piece, put_piece
 from offload.layout.planes import Factor
 from offload.optim.rule import UpdateRule, UpdateStep, check_number
 
-_ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
-    Factor("row_var", "rows"),
-    Factor("col_var", "columns"),
-    Factor("variance", "elements"),
-)
+_ROWS = Factor("row_var", "rows")
+_COLUMNS = Factor("col_var", "columns")
+_ELEMENTS = Factor("variance", "elements")
+FACTORS = _ROWS, _COLUMNS, _ELEMENTS
 
 
 class _MatrixPiece(NamedTuple):
@@ -62,6 +61,7 @@ class Factored(UpdateRule):
             raise ConfigError(
                 f"optimizer.eps is {self.eps!r}; it must be two finite numbers, not negative; the first may be none."
             )
+        # A list from a configuration file would make the rule unhashable.
         object.__setattr__(self, "eps", tuple(self.eps))
 
     @classmethod
@@ -115,11 +115,12 @@ class Factored(UpdateRule):
         inverse_root = learn(states, by, pieces, gradient)
         length = _zero(gradients)
         for piece in pieces:
+            # Computed twice, for the length and again below: kept between, the update would be a copy of the parameter.
             update = inverse_root(piece).mul_(gradient(piece))
             length += _fold(update.double().square_().view(-1), 0)
         root = math.sqrt(gradients.numel())
         rate, decay_rate = self._rates(by, size.sqrt() / root)
-        rate = (rate / (length.sqrt() / (root * self.d)).clamp(min=1.0)).float()
+        rate = (rate / (length.sqrt() / (root * self.d)).clamp(min=1.0)).float()  # an update longer than d is cut
         num_wrong = torch.zeros((), dtype=torch.int64, device=gradients.device)
         for piece in pieces:
             update = inverse_root(piece).mul_(gradient(piece)).mul_(rate)
@@ -137,6 +138,7 @@ class Factored(UpdateRule):
         """
         num_rows, num_columns = by.shape[-2:]
         rows, columns = states[_ROWS.name].view(-1, num_rows), states[_COLUMNS.name].view(-1, num_columns)
+        # Whole means first: each piece of the update needs the columns of all rows.
         by_row = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         by_column = torch.zeros(columns.shape, dtype=torch.float64, device=rows.device)
         for piece in pieces:
@@ -188,7 +190,8 @@ def _fold(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _pieces_of(shape: Sequence[int]) -> Iterator[_MatrixPiece]:
     """Split a parameter into pieces with about PIECE elements: several matrices, or some rows from one."""
-    count, rows, columns = math.prod(shape[:-2]), *shape[-2:]
+    count = math.prod(shape[:-2])
+    rows, columns = shape[-2:]
     if rows * columns <= PIECE:
         size, step = rows * columns, PIECE // (rows * columns)
         for begin in range(0, count, step):

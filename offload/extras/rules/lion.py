@@ -36,6 +36,7 @@ class Lion(StoredMoments):
         return ("exp_avg",)
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        # The key and the element decide the random bits of moments in bf16: the same for any cut into tiles.
         return kernels.lion(
             kernels.master(states),
             kernels.stored(states, "exp_avg"),

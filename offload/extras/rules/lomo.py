@@ -39,6 +39,7 @@ class LOMO(UpdateRule):
             value = getattr(self, key)
             if value is not None:
                 check_number(key, value)
+            # 0 is a valid number elsewhere, and often meant as `off`.
             if value == 0:
                 raise ConfigError(f"optimizer.{key} is 0, which would train nothing; set none for no clipping.")
 
@@ -49,6 +50,7 @@ class LOMO(UpdateRule):
         if self.clip_value is None:
             return descend(states, gradients, by)
         num_wrong: int | torch.Tensor = 0
+        # The clamped gradients of a whole unit would be a copy in fp32.
         for begin in range(0, gradients.numel(), PIECE):
             piece = slice(begin, begin + PIECE)
             clamped = gradients[piece].float().clamp(-self.clip_value, self.clip_value)

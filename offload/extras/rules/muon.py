@@ -17,8 +17,8 @@ from offload.optim.adamw import AdamW
 from offload.optim.rule import ParameterTraits, RuleChoice, UpdateRule, UpdateStep, check_number
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_MOST_STEPS = 100
-_ALIGNMENT = 256
+_MOST_STEPS = 100  # as torch
+_ALIGNMENT = 256  # bytes: products over memory with another start may have other bits
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Muon(UpdateRule):
     @classmethod
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
         rest = AdamW.configured({**settings, "groups": ()})
+        # The learning rate of the command line is one for AdamW, and this adjustment fits it.
         adjust = settings.get("adjust_lr_fn") or "match_rms_adamw"
         return super().configured({**settings, "rest": rest, "adjust_lr_fn": adjust, "eps": None})  # eps: for AdamW
 
@@ -82,6 +83,7 @@ class Muon(UpdateRule):
         return self.rest.parts
 
     def default(self, parameter: ParameterTraits) -> RuleChoice:
+        # Three axes are the experts of a layer in one parameter: a matrix each.
         is_matrix = len(parameter.shape) in (2, 3) and not parameter.is_filter and not parameter.is_embedding
         if parameter.in_block and is_matrix and 0 not in parameter.shape:
             return RuleChoice(0, 1.0, self.weight_decay)
@@ -109,6 +111,7 @@ class Muon(UpdateRule):
                 piece = slice(begin, min(begin + PIECE, matrix + rows * columns))
                 gradient = gradients[piece].float()
                 gradient = gradient if by.scale == 1.0 else gradient * by.scale
+                # torch's operations in torch's order, for its bits.
                 momentum = states["momentum_buffer"][piece].lerp_(gradient, 1 - self.momentum)
                 change = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
                 work[0][begin - matrix : piece.stop - matrix].copy_(change.bfloat16())
@@ -131,6 +134,7 @@ class Muon(UpdateRule):
         is_tall = rows > columns
         short, long = min(rows, columns), max(rows, columns)
         momentum = first.view(rows, columns)
+        # The Gram matrix then has the smaller side.
         momentum = momentum.T if is_tall else momentum
         momentum.div_(momentum.norm().clamp(min=self.eps))
         gram, update = gram.view(short, short), update.view(short, short)
@@ -140,7 +144,8 @@ class Muon(UpdateRule):
             torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
             target = second.view(short, long)
             torch.addmm(momentum, update, momentum, beta=a, out=target)
-            momentum, first, second = target, second, first
+            momentum = target
+            first, second = second, first  # so the next step writes over the matrix before
         return momentum.T if is_tall else momentum
 
 

@@ -25,7 +25,8 @@ ROUNDING = 3
 """Philox purpose for stochastic rounding, for bf16 weights without a low half."""
 _NEXT = 1 << 16
 _SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every number here
-_PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: fits the CPU cache; few launches on a device
+_PIECE = 1 << 16  # elements at a time: fits the CPU cache
+_PIECE_OF_DEVICE = 1 << 21  # few launches
 
 
 class NoiseRange(NamedTuple):
@@ -120,6 +121,7 @@ def descend(
 def normal(words: torch.Tensor) -> torch.Tensor:
     """Return one float32 number per int32 word, with mean 0 and variance 1. See docs/reference/numerics.md."""
     upper = words.bitwise_right_shift(8).bitwise_and_(0xFFFFFF)
+    # The number of ones in 24 bits is close to normal, by sums of neighbouring fields. The low byte fills the steps.
     ones = upper.bitwise_and(0x555555).add_(upper.bitwise_right_shift(1).bitwise_and_(0x555555))
     ones = ones.bitwise_and(0x333333).add_(ones.bitwise_right_shift(2).bitwise_and_(0x333333))
     ones = ones.bitwise_and(0x0F0F0F).add_(ones.bitwise_right_shift(4).bitwise_and_(0x0F0F0F))
@@ -152,6 +154,7 @@ def _descend(
             term = _direction(first[piece], of, direction, piece).mul_(coefficient)
             slope = term if slope is None else slope.add_(term)
         assert slope is not None
+        # The order of the C++ kernel: sums of fp32 differ by their order.
         slope.add_(weights * weight_decay)
         weights.sub_(slope.mul_(lr))
         if low is not None:

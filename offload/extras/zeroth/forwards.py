@@ -44,6 +44,7 @@ class Forwards(Method):
         self.begin_trial()
         passes = torch.stack(self.trial(inputs))
         self._pending.check()
+        # The host waits here, for two numbers a direction.
         values = self.sum(*state.device.copy_to_host(passes)().tolist())
         losses = list(zip(values[::2], values[1::2], strict=True))  # on both sides of the weights, by direction
         slopes = self._rule.slopes(losses)
@@ -65,13 +66,15 @@ class Forwards(Method):
             self._start_updates(is_batch=True)
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
-        return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=None if skipped else measured)
+        record = None if skipped else measured  # a skipped step has nothing to replay
+        return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=record)
 
     def trial(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
         return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
+        # The passes perturb the blocks of this step alone; all are fetched.
         self._perturbed.begin(number, self.descent.touched(number, self._settings.seed, self.descent.frozen))
 
     def install_weights(self, unit: Unit, number: int) -> None:

@@ -26,7 +26,9 @@ class InterleavedForwards:
     """
 
     def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: PerturbedWeights) -> None:
-        self._state, self._pending, self._perturbed = state, pending, perturbed
+        self._state = state
+        self._pending = pending
+        self._perturbed = perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switch)
         self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
@@ -39,9 +41,11 @@ class InterleavedForwards:
         """Return each pass's result, in order."""
         state = self._state
         self._residents = [unit for unit in state.units if unit.resident]
+        # Modules inside of a streamed unit finish within a turn, so no pass sees the state of another there.
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
         self._above = [module for module in state.model.modules() if module not in inside]
-        self._open, self._last = None, _PausedPass(state, self._above)
+        self._open = None
+        self._last = _PausedPass(state, self._above)  # all passes begin with the same generators
         self._states = dict.fromkeys(range(num_passes), self._last)
         passes = [self._pass(function) for _ in range(num_passes)]
         with state.router.diverted(self._call):
@@ -50,7 +54,8 @@ class InterleavedForwards:
                 results = self._lockstep.run(passes)
                 self._leave()
             finally:
-                self._states, self._last = {}, None
+                self._states = {}
+                self._last = None
                 for unit in self._residents:
                     unit.install(unit.live())
         return results
@@ -65,6 +70,7 @@ class InterleavedForwards:
         surroundings, enter = ThreadState(state.device.torch_device.type), state.device.stream_entry()
 
         def run() -> torch.Tensor:
+            # Stream and gradient mode belong to a thread.
             with enter(), torch.no_grad():
                 return surroundings.run(function)
 
@@ -90,6 +96,7 @@ class InterleavedForwards:
             unit.install(unit.placeholders)
         delivered = deliver_result(results[0], runner.join(unit, results), containers)
         del results  # the other passes run next and need the memory
+        # All passes have used the weights: the slot is free before the next unit comes.
         if len(self._finished) == len(self._states):
             self._leave()
         if self._state.execution_mode.interleaves:
@@ -103,7 +110,8 @@ class InterleavedForwards:
             self._leave()
             self._state.runner.enter(unit)
             self._pending.run(unit.regions)
-            self._open, self._finished = unit, set()
+            self._open = unit
+            self._finished = set()
         self._finished.add(number)
 
     def _leave(self) -> None:

@@ -49,7 +49,9 @@ class Lockstep(Generic[_T]):
         """
         self._wait_for_threads()  # after an interrupt the threads may still run the previous call
         with self._running:
-            self.current, self._error, self._results = 0, None, {}
+            self.current = 0
+            self._error = None
+            self._results = {}
             self._turns = [SimpleQueue() for _ in functions]
             self._alive = list(range(len(functions)))
             while len(self._threads) < len(functions) - 1:
@@ -66,6 +68,7 @@ class Lockstep(Generic[_T]):
 
     def _wait_for_threads(self, *ended: int) -> None:
         """Wait until no thread runs a function. `ended`: finished functions that may still receive the turn."""
+        # A pool of one thread runs work in order, so this call ends after the function before.
         idle = [thread.submit(int) for thread in self._threads]
         while wait(idle, _LOOK_S).not_done:
             for number in ended:
@@ -116,6 +119,7 @@ class Lockstep(Generic[_T]):
             self._check()
             self._results[number] = function()
         except BaseException as error:
+            # The first one is the cause. The others follow from the end of the run.
             self._error = self._error or error
         self._leave(number)
 

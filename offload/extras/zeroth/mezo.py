@@ -96,6 +96,7 @@ class MeZO(UpdateRule):
         """Hash of all settings with an influence on a step, as 16 hexadecimal digits. Measured losses and learning rate
         are excluded.
         """
+        # As float: 1 and 1.0 are the same setting.
         numbers = [float(getattr(self, name)) for name in _OF_A_STEP]
         groups = [(key, sorted((name, float(value)) for name, value in values.items())) for key, values in self.groups]
         return xxhash.xxh64_hexdigest(repr([numbers, self.master, groups]).encode())
@@ -116,6 +117,7 @@ class MeZO(UpdateRule):
         rank = math.ceil(self.magnitude_quantile * weights.numel())
         if rank == weights.numel():
             return math.inf
+        # By rank: `torch.quantile` takes at most 16 million numbers.
         return float(weights.abs().float().kthvalue(rank).values)
 
     def slopes(self, losses: Sequence[tuple[float, float]]) -> list[float]:
@@ -128,7 +130,9 @@ class MeZO(UpdateRule):
         if count >= num_blocks:
             return frozenset(range(num_blocks))
         words = torch.empty(num_blocks, dtype=torch.int32, device="cpu")
+        # By key and step: a resumed run, a replay and all ranks choose the same blocks.
         kernels.draw(words, key=key, step=step, purpose=_BLOCKS)
+        # Stable: of two equal words the first block wins, on any machine.
         return frozenset(words.argsort(stable=True)[:count].tolist())
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:

@@ -30,7 +30,8 @@ class PerturbedWeights:
     """
 
     def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
-        self._state, self._rule = state, rule
+        self._state = state
+        self._rule = rule
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int], Mapping[int, nn.Parameter]] = {}
         self._layout: Hashable = None
@@ -45,7 +46,9 @@ class PerturbedWeights:
 
         Compute must already run after the fetch of resident weights.
         """
-        self._step, self._current, self.thresholds = step, None, {}
+        self._step = step
+        self._current = None
+        self.thresholds = {}
         self._included = frozenset(
             parameter
             for index, flags in touched.items()
@@ -60,6 +63,7 @@ class PerturbedWeights:
     def enter(self, unit: Unit, number: int) -> None:
         """Install a unit's weights for pass `number` in the module."""
         direction, side = divmod(number, _SIDES)
+        # Both sides of a direction are made at once, and the second pass finds them.
         if self._current != (unit.number, direction) and not unit.resident:
             self._fill(unit, direction, 0)
             self._current = unit.number, direction
@@ -102,7 +106,9 @@ class PerturbedWeights:
         layout = frozenset(begins.items())
         if layout == self._layout:
             return
+        # Before the new memory: both together could exceed the budget.
         self.free()
+        # By name: plans, and errors about memory, list this amount.
         self._memory = self._state.device.allocate(PERTURBED, end)
         self._state.slots.extend(self._memory)
         self._layout = layout
@@ -111,7 +117,8 @@ class PerturbedWeights:
 
     def free(self) -> None:
         self._state.device.ledger.drop(PERTURBED)
-        self._views, self._layout = {}, None
+        self._views = {}
+        self._layout = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._state.slots.extend(self._memory)
 

@@ -52,10 +52,10 @@ class ZerothOrderRecord(NamedTuple):
                 seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
                 rule, frozen = record.get("rule", ""), tuple(record.get("frozen", ()))
                 record = cls(record["step"], seed, slopes, record.get("lr"), rule=rule, frozen=frozen)
-            step, seed, slopes, lr = (*record, None)[:4]
+            step, seed, slopes, lr = (*record, None)[:4]  # a tuple of three has no learning rate
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
             lr = None if lr is None else float(lr)
-            if not all(map(math.isfinite, [*slopes, 0.0 if lr is None else lr])):
+            if not all(math.isfinite(number) for number in (*slopes, lr or 0.0)):
                 raise ValueError("not finite")
             rule, frozen = getattr(record, "rule", ""), getattr(record, "frozen", ())
             return cls(int(step), int(seed), slopes, lr, rule=rule, frozen=frozen)

@@ -64,6 +64,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
         skipped = f", {len(records) - num_updates} more were skipped" if len(records) > num_updates else ""
         say(f"replaying {counted(num_updates, 'step')}{skipped} ...")
         tell("replaying", lambda: Amount(engine.num_steps - first, len(records), "steps"))
+        # Each process of the run logged a fingerprint of the weights in the first step: check there.
         begins = [number for number, line in enumerate(records) if number and "weights" in line]
         for begin, end in pairwise([0, *begins, len(records)]):
             part = records[begin:end]
@@ -97,6 +98,7 @@ def _open(
     `tell` receives long reads and writes. `is_marked`: the log contains the fingerprint of the initial weights, so the
     checkpoint may have another rule's states.
     """
+    # On the host: a replay makes updates and no passes.
     settings = Settings(
         optimizer=make_update_rule(config),
         placement=Placement(parameters="cpu", optimizer="cpu"),
@@ -122,6 +124,7 @@ def _build_whole(base: Path, config: Config) -> BuiltModel:
     if is_checkpoint(base):
         return BuiltModel(rebuild_model(base, config.model), folder=base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
+    # New embedding rows are drawn at random, as at the start of the run.
     torch.manual_seed(config.run.seed)
     architecture = load_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
     grows = config.model.path is not None and TASKS["rows"].grow_vocabulary(config, architecture)

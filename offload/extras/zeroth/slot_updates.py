@@ -31,7 +31,10 @@ class SlotUpdates:
         lanes: Lanes,
         device: Device,
     ) -> None:
-        self._store, self._slots, self._lanes, self._device = store, slots, lanes, device
+        self._store = store
+        self._slots = slots
+        self._lanes = lanes
+        self._device = device
         self._updates = deferred.in_slot
         self._counts = NonFiniteCounts(device)
 
@@ -42,6 +45,7 @@ class SlotUpdates:
     def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
         """Put updates off until the next fetch."""
         self._updates.update(updates)
+        # The next fetch brings the low halves too: an update needs all 32 bits.
         self._slots.need_masters(updates)
 
     def run(self, regions: Sequence[Region]) -> None:
@@ -66,6 +70,7 @@ class SlotUpdates:
             )
             lease.done_writing(down)
             self._slots.release(self._slots.cargo_of(regions), (), (down,))
+            # The copy belongs to the step before: a give-up of this step must not cancel the copy.
             self._lanes.close_step()
             del self._updates[region]
             if self._store.is_below_device:

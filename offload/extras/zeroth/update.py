@@ -35,11 +35,14 @@ class DirectionUpdate(RegionUpdate):
     ) -> None:
         """`thresholds`: by parameter index, the largest magnitude updated; absent: all weights."""
         super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), touched)
-        self._thresholds, self._measured = thresholds, measured
+        self._thresholds = thresholds
+        self._measured = measured
 
     def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         num_wrong: int | torch.Tensor = 0
-        infos, rule, measured = self.settings.infos, self.settings.rules[self.region.rule], self._measured
+        infos = self.settings.infos
+        rule = self.settings.rules[self.region.rule]
+        measured = self._measured
         slopes = torch.tensor(measured.slopes, dtype=torch.float64, device="cpu")
         for span, (_, lr_scale, weight_decay, position) in alike_runs(self.state, tile, self.touched, infos, True):
             assert position is not None
@@ -65,7 +68,9 @@ class ZerothOrderUpdate:
     """Chooses the participating parameters for a step, and moves them against the slopes."""
 
     def __init__(self, state: EngineState, rule: MeZO, pending: SlotUpdates) -> None:
-        self._state, self.rule, self._pending = state, rule, pending
+        self._state = state
+        self.rule = rule
+        self._pending = pending
         blocks = [unit for unit in state.units if unit.is_block]
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
         self._num_blocks = len(blocks)
