@@ -18,7 +18,8 @@ class Conversation:
         """Raises ConfigError for a tokenizer without chat template."""
         if not sampler.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {sampler.path} has no chat template; leave out --chat.")
-        self._sampler, self._choices = sampler, choices
+        self._sampler = sampler
+        self._choices = choices
         self.turns: list[dict[str, str]] = []
 
     def answer(self, text: str, show: Callable[[str], None]) -> GeneratedTokens:
@@ -27,6 +28,7 @@ class Conversation:
         Raises ConfigError for a conversation longer than the positions of the model, and the errors of `Sampler.write`.
         """
         self.turns.append({"role": "user", "content": text})
+        # All turns are encoded again: a template may rewrite earlier ones (reasoning models).
         generation = self._sampler.write(self._sampler.encode_turns(self.turns), self._choices, show)
         self.turns.append({"role": "assistant", "content": self._sampler.decode(generation)})
         return generation

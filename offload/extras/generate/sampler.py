@@ -87,6 +87,7 @@ class Sampler:
                 f"{path} holds {class_name}, a {self.model_kind.name} model and not a model that writes text; give a "
                 "causal or an encoder-decoder model."
             )
+        # An adapter with new tokens has a tokenizer in the folder.
         has_own_tokenizer = adapter is not None and adapter.is_dir() and tokenizer_folder(str(adapter)) is not None
         tokenizer_path = adapter if has_own_tokenizer else path
         if tokenizer_folder(str(tokenizer_path)) is None:
@@ -100,6 +101,7 @@ class Sampler:
             if is_checkpoint(path):
                 opened.enter_context(suggesting_alternative(path))
                 self.model, weights = read_stored(path, dtype)
+                # Weights stay open: their files are read in each pass.
                 opened.callback(weights.close)
             else:
                 config.dtype = dtype or config.dtype
@@ -159,12 +161,14 @@ class Sampler:
         config = self._generation_config(choices, tokens.shape[1])
         first, begin = self.stream.bytes_read, time.perf_counter()
         while True:
+            # In each attempt, so a repeated pass gives the same text.
             torch.manual_seed(choices.seed)
             try:
                 output = self._generate(tokens.to(self._device), config, show)
                 break
             except ReadFromOutside as error:  # in the pass before the first token
                 self.stream.keep(error.unit)
+        # A decoder of its own returns no prompt.
         new_tokens = output[0] if self.model_kind.name == "seq2seq" else output[0, tokens.shape[1] :]
         is_cut = config.max_new_tokens < choices.max_new_tokens and len(new_tokens) == config.max_new_tokens
         num_positions = max_positions(self.model.config) if is_cut else None
@@ -186,7 +190,10 @@ class Sampler:
     def _generation_config(self, choices: SamplingOptions, num_tokens: int) -> GenerationConfig:
         """Return the generation config: model defaults updated with the choices. Raises ConfigError."""
         config: Any = copy.deepcopy(self.model.generation_config)
-        config.num_beams, config.max_length, config.max_new_tokens = 1, None, choices.max_new_tokens
+        # One beam: text is shown token by token. `max_length` would count the prompt.
+        config.num_beams = 1
+        config.max_length = None
+        config.max_new_tokens = choices.max_new_tokens
         limit = max_positions(self.model.config) if self.model_kind.name == "causal" else None
         if limit is not None:
             if num_tokens >= limit:
@@ -201,7 +208,10 @@ class Sampler:
             config.update(**options)
         if choices.temperature == 0:
             config.do_sample = False
-            config.temperature = config.top_p = config.top_k = None
+            # transformers warns of sampling values beside greedy decoding.
+            config.temperature = None
+            config.top_p = None
+            config.top_k = None
         config.eos_token_id = self._end_token_ids(config.eos_token_id)
         if config.pad_token_id is None:
             config.pad_token_id = config.eos_token_id[0] if config.eos_token_id else 0

@@ -89,9 +89,11 @@ class StreamedModel:
         self._fused_values: tuple[int, torch.Tensor] | None = None
         candidates = find_units(model, self._infos)
         regions = build_regions(self._infos, {each.name: each.parameters for each in candidates}, [()])
-        self.ledger, counters = Ledger("device"), Counters()
+        self.ledger = Ledger("device")
+        counters = Counters()
         device = open_device(accelerator, self.ledger, copies_aside=True)
-        self._lanes = lanes = open_lanes(accelerator, throttle or {}, None, overlap=True)
+        lanes = open_lanes(accelerator, throttle or {}, None, overlap=True)
+        self._lanes = lanes
         tile_bytes = max(min(_TILE_NUMEL, r.numel) * r.plane("weights").dtype.itemsize for r in regions)
         host = Ledger("cpu")
         self._files = ModelFiles(RING_TILES * tile_bytes, host, lanes, counters, device.pinning)
@@ -108,13 +110,15 @@ class StreamedModel:
             files=self._files,
             counters=counters,
         )
-        self._slots = slots = Slots(store, DeferredUpdates(), slot_bytes=0, slot_name=SLOTS)
+        slots = Slots(store, DeferredUpdates(), slot_bytes=0, slot_name=SLOTS)  # sized below
+        self._slots = slots
         self._executor = Executor(slots, 1, None, updates_at_end=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
         self.target: CallTarget = self._call
         self._running_unit: Unit | None = None
         self._begin: Any = None
-        self.total_bytes = total = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
+        total = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
+        self.total_bytes = total
         files = self._files
         tell("reading the weights", lambda: Amount(min(files.bytes_read, total), total))
         placeholders = [_placeholder(info, device.torch_device) for info in self._infos]
@@ -126,11 +130,14 @@ class StreamedModel:
             unit.install(unit.placeholders)
             if not unit.resident:
                 unit.route(self)
+        # Buffers are few and small, and belong to no unit.
         for owner in model.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(device.torch_device)
+        # `generate` calls the model once a token: each call is a pass in the same order.
         model.register_forward_pre_hook(lambda *_: self._executor.begin(_PASS))
+        # Also after an error: the next pass begins with the first unit.
         model.register_forward_hook(lambda *_: self._end_pass(), always_call=True)
         try:
             slots.resize(self._capacity(memory_bytes))
@@ -189,6 +196,7 @@ class StreamedModel:
             return whole
         staying = {r for unit in self._units if unit.resident for r in unit.regions}
         left = memory_bytes - sum(region.weight_bytes for region in staying)
+        # In blocks of torch's allocator.
         return min(whole, max(left // 512 * 512, sum(sorted(sizes)[-2:])))
 
     def _make_resident(self, unit: Unit) -> None:
@@ -196,6 +204,7 @@ class StreamedModel:
         unit.keep_on_device()
         self._slots.keep(unit.regions)
         self._slots.compute_after_resident()
+        # The old order of fetches contains this unit.
         self._executor.reset()
         for other in self._units:
             if any(region in unit.regions for region in other.regions):
@@ -223,7 +232,8 @@ class StreamedModel:
         if self._running_unit is not None:  # units never nest
             raise ReadFromOutside(unit)
         self._executor.enter(unit.regions, backward=False)
-        self._running_unit, begin = unit, self._lanes.now()
+        self._running_unit = unit
+        begin = self._lanes.now()
         try:
             unit.install_live()
             result = unit.forward(*args, **kwargs)
@@ -231,6 +241,7 @@ class StreamedModel:
             unit.install_placeholders()
             self._running_unit = None
             self._executor.leave(unit.regions, self._lanes.record_compute(unit.name, begin))
+        # A result may be a view of the weights, and the slot gets others.
         if any(isinstance(leaf, torch.Tensor) and self._slots.holds(leaf) for leaf in tree_iter(result)):
             return tree_map_only(torch.Tensor, lambda t: t.clone() if self._slots.holds(t) else t, result)
         return result
@@ -246,7 +257,8 @@ class _PlaceholderReads(WatchingMode):
 
     def __init__(self, placeholder_units: dict[int, list[Unit]]) -> None:
         super().__init__()
-        self._placeholder_units, self._calls = placeholder_units, 0
+        self._placeholder_units = placeholder_units
+        self._calls = 0
 
     def begin(self) -> None:
         """The module is called."""

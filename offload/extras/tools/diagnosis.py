@@ -32,6 +32,7 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
     """
     report: dict[str, Any] = {"environment": describe_environment(), "kernels": kernels.describe()}
     with IoEngine("auto") as engine:
+        # Tried: a limit on locked memory shows only in a registration.
         engine.register(_pages(1 << 20))
         report["io"] = {
             "engine": engine.name,
@@ -50,7 +51,8 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
 
 def _describe_machine(machine: Hardware) -> dict[str, Any]:
     """Return hardware figures, limits and expected bottleneck in JSON form."""
-    limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
+    limits, lockable = memory_limits(), lockable_bytes()
+    gpus = nvml_gpus()
     report: dict[str, Any] = {"hardware": asdict(machine), "bounds": find_bounds(machine)}
     report["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
     report["bound_by"] = str(tightest_limit(limits))
@@ -68,6 +70,7 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
             "and half of its copies cross between them"
         )
     for gpu in gpus:
+        # A card in a short slot silently copies at a half or a quarter of the rate.
         if gpu.get("pcie_lanes", 0) < gpu.get("pcie_most_lanes", 0):
             lanes, most = gpu["pcie_lanes"], gpu["pcie_most_lanes"]
             report["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: use a slot with all lanes")
@@ -76,6 +79,7 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
 
 def _describe_dir(directory: str, engine: IoEngine) -> dict[str, Any]:
     """Test a folder with the disk operations of a run, on a small scale."""
+    # All fields, also after a failed test: readers of the JSON need no checks.
     fields = ("dir", "file_system", "free_bytes", "usable", "refusal", "direct", "why_buffered")
     report: dict[str, Any] = dict.fromkeys(fields) | {"dir": directory, "usable": False}
     path = Path(directory)
@@ -181,6 +185,7 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
     num_tokens: tokens per step needed for compute to hide the slowest lane.
     """
     precision = "fp32" if machine.device == "cpu" else "bf16"
+    # The time of AdamW on the host is the time of the memory traffic.
     rates = asdict(machine.rates) | {"update_bytes_per_s": machine.rates.host_bytes_per_s}
     seconds = {
         lane: num_bytes * NUM_PARAMETERS / rates[f"{lane}_bytes_per_s"]
@@ -188,6 +193,7 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
         if machine.rates.has_disk or lane not in DISK_LANES
     }
     lane = max(seconds, key=seconds.__getitem__)
+    # Compute grows with the tokens, and the bytes of a step do not.
     num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
     return {"precision": precision, "seconds": seconds, "lane": lane, "num_tokens": round(num_tokens)}
 

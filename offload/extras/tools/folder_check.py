@@ -35,6 +35,7 @@ def verify_folder(folder: Path) -> str:
     if index.is_file() and not (folder / "model.safetensors").is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name, file_name in listed.items():
+            # Loaders believe the index: a tensor in another file would be missing for them.
             if file_by_tensor.get(name) != folder / file_name:
                 raise ConfigError(f"{folder / file_name} lacks {name}, although {index.name} places it there.")
         if extra := sorted(file_by_tensor.keys() - listed.keys()):
@@ -71,6 +72,7 @@ def _compare_with_config(folder: Path) -> str:
         return f"not compared with the configuration: {error}"
     with closing(weights):
         name = type(model).__name__
+        # Another class has other names, so each tensor would count as missing.
         if architecture and architecture != name:
             return f"not compared with the configuration: {architecture} is not a language model that offload can train"
         if missing := sorted(weights.report.missing):
@@ -85,4 +87,5 @@ def _check_values(file: TensorFile) -> None:
     for name, entry in file.entries.items():
         numel = math.prod(entry.shape)
         for begin in range(0, numel, PIECE_BYTES):
+            # The read itself refuses NaN.
             file.read(name, begin, min(begin + PIECE_BYTES, numel))

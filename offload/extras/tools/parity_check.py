@@ -150,6 +150,7 @@ def first_mismatch(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, .
 
     None: all equal. Both tensors are fp32. NaN equals itself; 0.0 differs from -0.0.
     """
+    # As integers: a comparison of floats takes 0.0 for -0.0, and no NaN for another.
     differs = one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)
     count = int(differs.sum())
     if not count:
@@ -178,8 +179,8 @@ class StepNumbers:
 
     def first_difference(self) -> Difference | None:
         """Return the first number with a different bit. Norms: with a difference above `norm_within`."""
-        for name in NUMBERS:
-            if self.distance(name) > (self.norm_within if name == "grad_norm" else 0.0):
+        for name, within in zip(NUMBERS, (0.0, self.norm_within), strict=True):
+            if self.distance(name) > within:
                 return Difference(self.step, name, (), self.offloaded[name], self.resident[name])
         return None
 
@@ -276,6 +277,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
     with work_progress() if comm.rank == 0 else nullcontext(tell_nobody) as tell:
         result = _train_both(config, num_steps, same_order, comm, say, tell, compares_each_step=False)
         result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
+        # With a tolerance each step differs in some bits, and the first difference says nothing.
         if not result.is_equal and result.tolerance is None:
             say("something differs: both sides train once more, with a comparison after each step.")
             result.first = _train_both(
@@ -307,6 +309,7 @@ def _train_both(
         sides = _Sides(run, resident, comm, same_order)
         notes = list(_notes(config, run.engine))
         result = ParityResult(sides.num_ranks, str(run.config.train.precision), same_order, notes)
+        # In one group the engine's steps follow each other as in a run, and updates overlap the next forward.
         for group in [[step] for step in steps] if compares_each_step else [steps]:
             done = []
             for step in group:
@@ -355,11 +358,15 @@ class _Sides:
     """Both sides of an equivalence check. `resident`: None except on rank 0."""
 
     def __init__(self, run: Run, resident: ResidentTrainer | None, comm: Comm, same_order: bool) -> None:
-        self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
-        self.num_ranks = comm.size
+        self._run = run
         self._engine: Engine = run.engine
+        self._resident = resident
+        self._comm = comm
+        self.num_ranks = comm.size
         self._share = Share.of(run.config, comm)
-        self._offloaded: dict[int, dict[str, float]] = {}
+        self._same_order = same_order
+        self._offloaded: dict[int, dict[str, float]] = {}  # numbers by step, until the resident side has them too
+        # For `distance`: a difference counts relative to the change since the start.
         self._initial = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
 
     def train_offloaded(self, step: int) -> bool:
@@ -378,6 +385,7 @@ class _Sides:
         with share_failure(self._comm, "step of the resident side"):
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
+                # The engine chose the classes to compile in the first step.
                 if not parity.steps:
                     compile_modules(self._resident.blocks(self._engine.compiled_classes))
                 self._begin(step)
@@ -415,6 +423,7 @@ class _Sides:
                 "the resident side has too little memory for a step, because it holds the whole model on the device: "
                 f"{' '.join(str(error).split())[:300]} Lower --train.batch_size or --data.sequence_length."
             ) from None
+        # The generators moved, so the model drew: other numbers for other cuts of the batch.
         draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
         if draws and (self.num_ranks > 1 or self._micro_rows or self._num_passes > 1):
             raise ConfigError(
@@ -442,6 +451,7 @@ class _Sides:
         whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         if not self._same_order:
             return [(whole, 1.0)]
+        # By targets, not by rows: a loss is a mean over the targets of the batch.
         total = count(whole)
         parts = []
         for batch in batches:
@@ -460,6 +470,7 @@ class _Sides:
         """Compare all weights after the last step. Collective; the result is valid on rank 0."""
         comparison, step = WeightComparison(), len(self._offloaded)
         others = self._resident.weights() if self._resident is not None else None
+        # On all ranks: partitioned weights are gathered.
         for name, offloaded in self._engine.named_parameters():
             if others is not None:
                 comparison.add(step, name, offloaded, next(others)[1], self._initial[name])
@@ -494,9 +505,11 @@ def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
     config, engine = run.config, run.engine
     built = run.trainable.prepare(run.build_base())
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
+    # On shapes, before any weight is read.
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
     built = run.trainable.prepare(_plain_base(run))
     fill_all(built)
+    late_after = config.train.delay_after if config.train.delay else None
     return ResidentTrainer(
         built.model.train(),
         engine.optimizer,
@@ -506,7 +519,7 @@ def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
         max_grad_norm=engine.max_grad_norm,
         seed=config.run.seed,
         skips=config.train.on_nonfinite == "skip",
-        late_after=config.train.delay_after if config.train.delay else None,
+        late_after=late_after,
         sums_by_unit=same_order,
         frozen_weights=config.offload.frozen_weights,
         link_weights=config.offload.link_weights,

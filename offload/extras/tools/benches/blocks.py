@@ -91,6 +91,7 @@ def _run(
     begin = clock()
     for batch in itertools.islice(itertools.cycle(batches), num_steps):
         contender.step(batch)
+    # The step has returned; disk writes may go on.
     returned = clock()
     contender.settle()
     end = clock()
@@ -137,12 +138,12 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
         ratio = None
         if contender.reference is not None:
             pairs = zip(by_name[contender.reference].blocks, contender.blocks, strict=True)
+            # Blocks of one round lie close in time, under about the same load of the machine.
             quotients = [other.seconds / own.seconds for other, own in pairs]
             ratio = statistics.median(quotients)
-            low, details["slowdown"], high = statistics.quantiles(
-                [1 / quotient for quotient in quotients] * (1 + (len(quotients) == 1)), n=4, method="inclusive"
-            )
-            details |= {"slowdown_lower_quartile": low, "slowdown_upper_quartile": high}
+            slowdowns = [1 / quotient for quotient in quotients] * (1 + (len(quotients) == 1))  # quartiles need two
+            low, middle, high = statistics.quantiles(slowdowns, n=4, method="inclusive")
+            details |= {"slowdown": middle, "slowdown_lower_quartile": low, "slowdown_upper_quartile": high}
         name = f"{contender.name} ({more['group']})"
         results.append(Result(name, median * 1e3, "ms", contender.reference, ratio, details))
     return results

@@ -121,6 +121,7 @@ class Bench:
         self.paths = paths
         tile_bytes = BLOCKS_PER_TILE * engines[0].block_bytes
         num_tiles = max(4, 2 * ring_bytes // tile_bytes)  # a tile can wait while `depth` blocks are in flight
+        # Noise: a disk with compression would look faster.
         memory = [_noise(num_tiles * tile_bytes) for _ in engines]
         self.rings = [list(whole.split(tile_bytes // whole.itemsize)) for whole in memory]
         self.is_registered = all(engine.register(whole) for engine, whole in zip(engines, memory, strict=True))
@@ -164,7 +165,9 @@ class Bench:
 
     def update(self) -> None:
         """Modify tile k while later tiles are read and earlier tiles are written, in one ring."""
-        engine, file, ring = self.engines[0], self.files[0], self.rings[0]
+        engine = self.engines[0]
+        file = self.files[0]
+        ring = self.rings[0]
         num_tiles, ahead = -(-self.size // ring[0].nbytes), len(ring) // 2
         reading: deque[Ticket] = deque()
         writing: deque[Ticket] = deque()
@@ -176,6 +179,7 @@ class Bench:
             if k >= ahead:
                 offset, tile = _place(ring, k - ahead, self.size)
                 reading.popleft().wait()
+                # In place of an update: each tile is in memory, and changes, before the write.
                 tile.add_(1)
                 writing.append(engine.write(file, offset, tile))
         for ticket in writing:
@@ -211,6 +215,7 @@ def fio_command(
     }
     for path, direction in jobs[pattern]:
         command += [f"--name={direction}", f"--filename={path}", f"--rw={direction}"]
+        # The engines flush too, so both include the time until the data are on the disk.
         command += ["--end_fsync=1"] if direction != "read" else []
         command += [f"--io_size={2 * size}"] if direction == "rw" else []
     return command
@@ -221,12 +226,14 @@ def run_fio(command: list[str]) -> PassTiming:
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     try:
+        # fio prints notes before the JSON.
         jobs = json.loads(process.stdout[process.stdout.index("{") :])["jobs"]
     except ValueError:
         jobs = []
     if process.returncode or not jobs or any(job["error"] for job in jobs):
         text = " ".join((process.stderr or process.stdout).split())[-300:]
         raise ConfigError(f"fio failed with exit code {process.returncode} ({text}); leave it out with --no-fio.")
+    # fio's own clocks, without the start. Both jobs run at once, so the longer one counts.
     seconds = [job["job_runtime"] / 1e3 for job in jobs]
     cpu = [(job["usr_cpu"] + job["sys_cpu"]) / 100 * wall for job, wall in zip(jobs, seconds, strict=True)]
     num_bytes = sum(job[direction]["io_bytes"] for job in jobs for direction in ("read", "write"))
@@ -241,7 +248,8 @@ def summarise(contenders: list[IoContender], arguments: argparse.Namespace, size
         rates, cpu = contender.rates(), contender.cpu_per_gib()
         details: dict[str, Any] = {"file_bytes": size, "block_bytes": block}
         details |= {"depth": arguments.depth, "pairs": len(rates)}
-        rate_ratio = cpu_ratio = cpu_reference = None
+        rate_ratio = cpu_ratio = None
+        cpu_reference = None
         if contender.reference:
             other = by_name[contender.reference]
             ratios = [own / others for own, others in zip(rates, other.rates(), strict=True)]
@@ -266,6 +274,7 @@ def _measure(contenders: list[IoContender], pattern: str, num_pairs: int) -> Non
     for round_number in range(num_pairs + 1):
         for contender in rotate(contenders, round_number):
             measured = contender.measure()
+            # The first round is for caches and, on a virtual disk, for the first write of each block.
             if round_number > 0:
                 contender.passes.append(measured)
         rates = [f"{contender.name} {contender.rates()[-1]:.2f}" for contender in contenders if contender.passes]
@@ -300,6 +309,7 @@ def _engines(engine_name: str, depth: int, block: int) -> Iterator[tuple[IoEngin
 
 def _engines_in_cpp() -> list[str]:
     names = []
+    # A container may refuse io_uring, and a build may be without.
     for engine_name in ENGINES[:2]:
         try:
             IoEngine(engine_name).close()
@@ -322,6 +332,7 @@ def _two_files(folder: Path, size: int) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=folder) as inside, IoEngine("python") as engine:
         paths = (Path(inside) / "read.bin", Path(inside) / "write.bin")
         for path in paths:
+            # All the space at once: a full disk fails here, not within a pass.
             engine.open(path, num_bytes=size).close()
         yield paths
 

@@ -8,7 +8,7 @@ import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offload.app.environment import describe_environment, version_of
 
@@ -94,7 +94,8 @@ class BenchmarkOutput:
         caption = "ratio: how many times better than the reference, median of interleaved pairs"
         table = Table(title=title, caption=caption)
         for column in ("", "threads", "median", "best", "GB/s", "reference", "ratio"):
-            table.add_column(column, justify="left" if column in ("", "reference") else "right", no_wrap=True)
+            justify: Literal["left", "right"] = "left" if column in ("", "reference") else "right"
+            table.add_column(column, justify=justify, no_wrap=True)
         for result in self.results:
             more = result.details
             table.add_row(

@@ -64,6 +64,7 @@ def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
 
     from offload.native import kernels
 
+    # torch and the kernels share the cores.
     threads = arguments.threads or kernels.num_threads()
     torch.set_num_threads(threads)
     kernels.set_threads(threads)
@@ -137,6 +138,7 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
     model.to(device)
     masters = list(model.parameters())
     if precision == "bf16":
+        # fp32 masters beside bf16 weights, as in the engine.
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
         model.to(torch.bfloat16)
     weights = list(model.parameters())
@@ -149,7 +151,8 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
         if precision == "bf16":
             for master, weight in zip(masters, weights, strict=True):
                 assert weight.grad is not None
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad = weight.grad.float()
+                weight.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -216,6 +219,7 @@ def deepspeed_zero3(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     more = {"DS_ACCELERATOR": device.type, "MASTER_PORT": str(29500 + os.getpid() % 2000)}
     for key, value in (alone | more).items():
+        # DeepSpeed opens a process group also for a single rank.
         os.environ.setdefault(key, value)
     import deepspeed
 
@@ -243,6 +247,7 @@ def deepspeed_zero3(
         ds_engine.step()
         return loss
 
+    # Writes to disk go on after a step, and belong to the block, as ours do.
     parameter_swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
     swappers = {id(swapper): swapper for swapper in parameter_swappers if swapper is not None}
 

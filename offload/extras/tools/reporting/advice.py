@@ -38,6 +38,7 @@ def advise(run: RunRecord, figures: Figures) -> tuple[Advice, ...]:
         if binding.outside_s >= _WORTH * binding.step_s:
             why = f"{_of(binding.outside_s, binding)} is spent outside the engine: making batches, writing records"
             advice.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
+        # Only where nothing else waits: a faster compute would otherwise wait as well.
         if not advice and binding.lane == COMPUTE:
             advice.append(_computes(run, binding))
     return (*_slower_than_planned(figures), *advice, *_memory(run, figures, advice), *_planned(figures))
@@ -75,6 +76,7 @@ def _serial(binding: Binding) -> Advice:
 
 def _computes(run: RunRecord, binding: Binding) -> Advice:
     why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step"
+    # On a CPU, products in bf16 are often slower than in fp32.
     if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
         return Advice("--train.precision bf16", f"{why}; it computes in fp32")
     if run.setting("train.recompute") == "always" and not run.is_decided("train.recompute"):
@@ -89,6 +91,7 @@ def _lanes(run: RunRecord, binding: Binding) -> list[Advice]:
     waits: dict[str, list[LaneShare]] = {}
     for lane in binding.lanes:
         if lane.exposed_s >= _WORTH * binding.step_s:
+            # By remedy: one change often helps two lanes, and is one suggestion.
             waits.setdefault(_remedy(run, lane, binding), []).append(lane)
     advice = []
     for change, lanes in waits.items():
@@ -130,6 +133,7 @@ def _memory(run: RunRecord, figures: Figures, others: Sequence[Advice]) -> list[
             continue
         if tier.budget_bytes and tier.peak_bytes and tier.peak_bytes < _ROOM * tier.budget_bytes:
             used = f"the peak on {tier.name} is {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}"
+            # The host budget is for all ranks of a machine, and a peak is of one.
             num_sharing = 1 if tier.name == "device" else int(number(run.env, "world_size") or 1)
             enough = format_bytes(1.05 * tier.peak_bytes * num_sharing).replace(" ", "")
             rows = "; or use the rest for more rows in a micro-batch" if tier.name == "device" else ""

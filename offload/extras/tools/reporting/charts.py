@@ -38,6 +38,7 @@ def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -
         return None
     steps, values = zip(*finite_points, strict=True)
     x, y = StepAxis(min(steps), max(steps)), ValueAxis(min(values), max(values))
+    # An SVG has no layout, so the width of the labels is estimated.
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
     right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half the last label extends beyond the plot
     width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
@@ -49,6 +50,7 @@ def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -
     for index, points in enumerate(drawable):
         if not any(value is not None for _, value in points):
             continue
+        # The page gives each class a colour, also in dark mode.
         group = ET.SubElement(plot, "g", {"class": f"c{index}"})
         group.append(Line("currentColor", 1.6).to_svg(width, height, x, y, Series(points), None))
         if with_dots or len(points) == 1:
@@ -90,7 +92,8 @@ class StepAxis(Scale):
     """Step axis with ticks at whole steps."""
 
     def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
+        self._first = first
+        self._last = last
 
     def contains(self, v: float) -> bool:
         return self._first <= v <= self._last

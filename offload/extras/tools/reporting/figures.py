@@ -109,9 +109,17 @@ class Figures:
         requested_steps = number(run.config, "train", "steps")
         first_warm = warm[0]["step"] if warm else 1
         rates = [rate for fields in warm if (rate := number(fields, "tokens_per_second")) is not None]
+        num_steps = run.steps[-1]["step"] if run.steps else 0
+        num_asked = None if requested_steps is None else int(requested_steps)
+        rate = statistics.median(rates) if rates else None
+        median = slowest = None
+        if by_seconds:
+            # The lower one of two: a real step, not a mean of two.
+            median = _step_figure(by_seconds[(len(by_seconds) - 1) // 2], run.traced_steps)
+            slowest = _step_figure(by_seconds[-1], run.traced_steps)
         return cls(
-            num_steps=run.steps[-1]["step"] if run.steps else 0,
-            num_asked=None if requested_steps is None else int(requested_steps),
+            num_steps=num_steps,
+            num_asked=num_asked,
             num_tokens=int(sum(number(fields, "tokens") or 0 for fields in run.steps)),
             series={
                 name: tuple(
@@ -121,9 +129,9 @@ class Figures:
                 )
                 for name in SERIES
             },
-            tokens_per_second=statistics.median(rates) if rates else None,
-            median=_step_figure(by_seconds[(len(by_seconds) - 1) // 2], run.traced_steps) if by_seconds else None,
-            slowest=_step_figure(by_seconds[-1], run.traced_steps) if by_seconds else None,
+            tokens_per_second=rate,
+            median=median,
+            slowest=slowest,
             binding=_binding(timed),
             tiers=_tiers(run.plan, run.steps),
             planned={key: run.plan[key] for key in _PLANNED if run.plan.get(key) is not None},
@@ -174,6 +182,7 @@ def _binding(steps: Sequence[Mapping[str, Any]]) -> Binding | None:
         )
         for name in names
     )
+    # Neither compute nor a wait for a lane.
     outside = [
         max(0.0, float(fields["step_seconds"]) - each[COMPUTE].busy_s - sum(lane.exposed_s for lane in each.values()))
         for fields, each in zip(steps, shares, strict=True)

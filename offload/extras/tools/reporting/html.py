@@ -19,6 +19,7 @@ def fill(template: str, **values: Any) -> str:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A misspelt name in a template is an error, not an empty place.
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {

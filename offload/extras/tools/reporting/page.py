@@ -252,13 +252,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _differing(runs: Sequence[RunRecord]) -> list[str]:
     """Return the settings with different values between runs, except the run folder."""
-    keys = dict.fromkeys(
-        f"{section}.{field}"
-        for run in runs
-        for section, values in run.config.items()
-        if isinstance(values, Mapping)
-        for field in values
-    )
+    sections = [each for run in runs for each in run.config.items() if isinstance(each[1], Mapping)]
+    keys = dict.fromkeys(f"{section}.{field}" for section, values in sections for field in values)
     return [
         key for key in keys if key != "run.dir" and any(run.setting(key) != runs[0].setting(key) for run in runs[1:])
     ]

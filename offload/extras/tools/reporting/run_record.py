@@ -106,6 +106,7 @@ def number(fields: Any, *keys: str) -> float | None:
     """Return the finite number at a key path; None: no such number."""
     for key in keys:
         fields = fields.get(key) if isinstance(fields, Mapping) else None
+    # In Python, true is a number.
     if isinstance(fields, bool) or not isinstance(fields, int | float) or not math.isfinite(fields):
         return None
     return fields
@@ -150,6 +151,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
                 except ValueError:
                     fields = None
                 if isinstance(fields, Mapping) and type(fields.get("step")) is int:
+                    # A resumed run writes the steps since the checkpoint again.
                     steps[fields["step"]] = fields
                 else:
                     num_torn += 1
@@ -201,6 +203,7 @@ def _runs(env: Mapping[str, Any], path: Path) -> bool:
     for pid in pids:
         try:
             process = psutil.Process(pid)
+            # A later process may have got the same number.
             if process.create_time() <= written and process.status() != psutil.STATUS_ZOMBIE:
                 return True
         except (psutil.Error, TypeError, ValueError):

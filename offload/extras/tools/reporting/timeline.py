@@ -82,6 +82,7 @@ def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> l
     for begin, end, bar_class, title in parts:
         if bars:
             first, last, last_class, last_title, count = bars[-1]
+            # A step may have ten thousand pieces of work: a page with all of them would not open on a phone.
             narrow = min(end - begin, last - first) < _NARROW * seconds
             if last_class == bar_class and narrow and begin - last < _NEAR * seconds:
                 bars[-1] = (first, max(end, last), bar_class, last_title, count + 1)
