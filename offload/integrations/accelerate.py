@@ -79,7 +79,8 @@ class OffloadAccelerator(Accelerator):
         for scheduler in objects:
             if getattr(scheduler, "optimizer", None) is optimizer:
                 own.follow(scheduler)
-        return tuple(own if o is optimizer else own.engine.model if o is model else o for o in objects)
+        replaced: dict[int, Any] = {id(optimizer): own, id(model): own.engine.model}
+        return tuple(replaced.get(id(o), o) for o in objects)
 
     def engage(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any] | None = None
@@ -89,6 +90,7 @@ class OffloadAccelerator(Accelerator):
         `settings`: engine settings; None: those of the accelerator. Raises ConfigError.
         """
         settings = dict(self._offload if settings is None else settings)
+        # Settings of the user come last and win.
         defaults: dict[str, Any] = {"device": str(self.device)}
         if self.mixed_precision == "bf16":
             defaults["precision"] = "bf16"
@@ -104,6 +106,7 @@ class OffloadAccelerator(Accelerator):
         """Like Accelerator.prepare_model, but the engine's model stays unwrapped."""
         if not self._is_own(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
+        # accelerate lists a model once, for `save_state`.
         if all(model is not own_model for own_model in self._models):
             self._models.append(model)
         return model
@@ -123,6 +126,7 @@ class OffloadAccelerator(Accelerator):
             raise ConfigError(
                 f"accelerator.backward was given {next(iter(kwargs))}, an argument that an engine does not support."
             )
+        # DDP averages gradients over ranks, and the engine adds them.
         self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -154,6 +158,7 @@ class OffloadAccelerator(Accelerator):
         own = self._own_optimizer()
         if own is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
+        # Last, so hooks of the user see as many weights as models: diffusers pops both.
         handle = self.register_save_state_pre_hook(_drop_weights)
         folder = Path(output_dir or ".")
         if self.project_configuration.automatic_checkpoint_naming:
@@ -166,6 +171,7 @@ class OffloadAccelerator(Accelerator):
             finally:
                 self._is_saving = False
                 handle.remove()
+            # After accelerate's own files: the folder is removed as a whole if this fails.
             own.save(Path(place) / FOLDER)
         return place
 
@@ -176,6 +182,7 @@ class OffloadAccelerator(Accelerator):
         values raise ConfigError.
         """
         first = self.register_load_state_pre_hook(self._load_own)
+        # Before hooks of the user: they find the loaded weights.
         self._load_model_state_pre_hook.move_to_end(first.id, last=False)
         last = self.register_load_state_pre_hook(self._drop_own)
         try:
@@ -221,7 +228,12 @@ class _NoWeights:
             "accelerator.get_state_dict(model) on all ranks before save_state."
         )
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
+    __getattr__ = _refuse
+    __getitem__ = _refuse
+    __iter__ = _refuse
+    __len__ = _refuse
+    __contains__ = _refuse
+    __reduce_ex__ = _refuse  # of pickle, for torch.save
 
 
 def _drop_weights(_models: list[nn.Module], weights: list[Any], _folder: str) -> None:

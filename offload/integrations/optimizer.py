@@ -39,7 +39,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """`groups`: (learning rate scale, weight decay, parameter names) per group; None: `Engine.groups`."""
         self.engine = engine
         self.result: StepResult | None = None
-        self._updates, self._missing, self._has_descended = 0, 0, False
+        self._updates = 0  # of the states in the engine
+        self._missing = 0  # updates of a loaded group state, until `load` has the states too
+        self._has_descended = False
         parameters = dict(engine.model.named_parameters())
         settings = {key: getattr(engine.optimizer, key) for key in engine.optimizer.steered}
         torch_groups = [
@@ -54,7 +56,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         The parameters must belong to the engine's model. `follows`: group keys applied at each update, besides `lr`.
         """
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        # The same list and dictionaries, not copies: a scheduler holds them.
+        self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
         vars(optimizer)["_opt_called"] = True  # or schedulers made before would warn that `step` was never called
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -64,9 +68,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in self.engine.model.named_parameters()}
         self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         base = rate_of(self.param_groups[0])
+        # An engine has one rate: a schedule may change it, and the ratios between groups stay.
         self._scales = [rate_of(group) / base if base else 1.0 for group in self.param_groups]
         self._follows = follows
-        self._fixed, self._tuned = self._fixed_settings(), self._settings()
+        self._fixed = self._fixed_settings()
+        self._tuned = self._settings()
 
     def _fixed_settings(self) -> list[dict[str, Any]]:
         """Return, per group, the torch settings that the engine cannot follow."""
@@ -175,7 +181,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 if now[key] != before[key]:
                     change = " changed" if key == "params" else f" was {before[key]!r}, and is {now[key]!r}"
                     self._refuse(key + change)
-        settings, decays = tuned = self._settings()
+        tuned = self._settings()
+        settings, decays = tuned
         if tuned != self._tuned:
             if any(each != settings[0] for each in settings):
                 self._refuse(f"settings are {settings}, no longer the same for all groups")
@@ -231,11 +238,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved_group)
+        # A step over other moments would be wrong without a word.
         self._missing = 0 if state_dict["updates"] == self._updates else state_dict["updates"]
 
     def _resume(self, num_updates: int) -> None:
         """Continue after so many updates, with all states there."""
-        self._updates, self._missing = num_updates, 0
+        self._updates = num_updates
+        self._missing = 0
 
     @property
     def misses_states(self) -> bool:
@@ -290,7 +299,13 @@ def _refuse_states(*_: Any) -> NoReturn:
 class _NoStates:
     """Placeholder for optimizer states held by the engine."""
 
-    __getattr__ = __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse_states
+    __getattr__ = _refuse_states
+    __getitem__ = _refuse_states
+    __setitem__ = _refuse_states
+    __delitem__ = _refuse_states
+    __iter__ = _refuse_states
+    __len__ = _refuse_states
+    __contains__ = _refuse_states
 
 
 def find_own(optimizer: Any) -> OffloadOptimizer | None:
@@ -303,6 +318,8 @@ def find_own(optimizer: Any) -> OffloadOptimizer | None:
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
     """Restore torch's random generators at exit, because other code depends on them."""
-    more = {} if device.type == "cpu" else {"device_type": device.type}
-    with torch.random.fork_rng(devices=[device.index or 0] if more else [], **more):
+    on_cpu = device.type == "cpu"
+    devices = [] if on_cpu else [device.index or 0]
+    more = {} if on_cpu else {"device_type": device.type}
+    with torch.random.fork_rng(devices=devices, **more):
         yield

@@ -109,6 +109,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, and offload has no equivalent "
             f"update rule. Give one of {supported}. {_OTHERS}"
         )
+    # Compared as objects: a copy of the model has parameters of the same names.
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigError(
@@ -116,6 +117,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             "over the parameters of this model, torch.optim.AdamW(model.parameters()), after the last change of them."
         )
     first = optimizer.param_groups[0]
+    # An engine has one rule: only rates and decay may differ between groups.
     for group in optimizer.param_groups:
         for key in optimizer.defaults.keys() - {"lr", "weight_decay"}:
             if group[key] != first[key]:

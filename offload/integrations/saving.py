@@ -37,6 +37,7 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
 
     Earlier weight files are replaced. Collective; rank 0 writes. Raises like `Engine.export`.
     """
+    # Beside the other files, so the moves below stay within a file system.
     making = folder / _MAKING
     with share_write_errors(engine, folder):
         if engine.rank == 0:
@@ -45,6 +46,7 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
     engine.export(making, dtype)
     with share_write_errors(engine, folder):
         if engine.rank == 0:
+            # An earlier save may have had more weight files: a reader of the folder would take them for parts.
             own = {exported.name for exported in making.iterdir()}
             for name in own:
                 (making / name).replace(folder / name)
@@ -71,6 +73,7 @@ def complete_or_absent(folder: Path, *, is_writer: bool) -> Iterator[None]:
         elif isinstance(error, RuntimeError) and _OF_TORCH_SAVE.search(str(error)):
             free = format_bytes(shutil.disk_usage(folder.parent).free)
             found = DiskError(f"torch.save cannot write to {folder}, with {free} free: {error}.", 0, folder)
+        # An existing folder may hold other files.
         if is_new and is_writer:
             shutil.rmtree(folder, ignore_errors=True)
         if found is error:
@@ -106,6 +109,7 @@ def state_of(engine: Engine, only: Callable[[str], bool] = lambda _name: True) -
     first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     values = dict(engine.named_parameters(names=filter(only, first.values()), as_given=True))
     state: dict[str, torch.Tensor] = {}
+    # Tied weights under each of their names, as in the module's own `state_dict`.
     for name, module in engine.model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
@@ -130,10 +134,13 @@ def adapters_state(engine: Engine) -> dict[str, torch.Tensor]:
     places = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in state.items()}
     owners = {each.untyped_storage().data_ptr(): first.get(id(state[name])) for name, each in places.items()}
     trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    tensors, model, adapter_names = state_of(engine, trained.__contains__), cast(Any, engine.model), set[str | None]()
+    tensors = state_of(engine, trained.__contains__)
+    adapter_names = set[str | None]()
+    model = cast(Any, engine.model)
     with engine.answering(tensors), warnings.catch_warnings():  # for prompt tuning, PEFT reads the model itself
         warnings.simplefilter("ignore")
         for adapter in model.peft_config:
             saved = peft.get_peft_model_state_dict(model, dict(places), adapter)
+            # PEFT renames the saved tensors: the memory identifies the parameter.
             adapter_names |= {owners.get(value.untyped_storage().data_ptr()) for value in saved.values()}
     return tensors | state_of(engine, (adapter_names - trained).__contains__)

@@ -80,7 +80,8 @@ class OffloadMixin(_Base):
         self._offload = dict(offload or {})
         self._dtype: torch.dtype | None = None  # dtype for saving the model
         super().__init__(*args, **kwargs)
-        self.model = self.model_wrapped = remove_compile_wrappers(self.model)
+        self.model = remove_compile_wrappers(self.model)
+        self.model_wrapped = self.model
         _put_callback_first(self)
         _adopt(self)
 
@@ -128,7 +129,8 @@ class OffloadMixin(_Base):
                 "optimizers has an OffloadOptimizer over another model than the Trainer's: make it over the Trainer's "
                 "model."
             )
-        self.engine, self.optimizer = own.engine, own
+        self.engine = own.engine
+        self.optimizer = own
         self.accelerator.engine = self.engine
         vllm = getattr(self, "vllm_generation", None)
         if vllm is not None:  # TRL's vLLM reads weights from the engine
@@ -154,6 +156,7 @@ class OffloadMixin(_Base):
     def _open(self) -> OffloadOptimizer:
         """Return the optimizer for a new engine configured by the arguments."""
         args, settings = self.args, dict(self._offload)
+        # An earlier engine holds the weights of the model.
         give_back(self.model, self.optimizer)
         factory, factory_settings = self.optimizer_cls_and_kwargs or (None, {})
         if factory is offload_optimizer_factory:
@@ -197,6 +200,7 @@ class OffloadMixin(_Base):
         decayed = set(self.get_decay_parameter_names(self.model))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         engine = open_engine(self.model, rule_of_arguments(args, names, decayed), settings)
+        # Two groups, as the Trainer's own optimizer has them.
         own, others = [n for n in names if n in decayed], [n for n in names if n not in decayed]
         return OffloadOptimizer(engine, [(1.0, args.weight_decay, own), (1.0, 0.0, others)])
 
@@ -374,6 +378,7 @@ def _put_callback_first(trainer: Trainer) -> None:
     """Put an OffloadCallback before callbacks that log elsewhere. Adds one if missing."""
     callbacks = trainer.callback_handler.callbacks
     own = next((each for each in callbacks if isinstance(each, OffloadCallback)), None) or OffloadCallback()
+    # First: later loggers then see the engine's numbers in the same line.
     callbacks[:] = [own, *(each for each in callbacks if each is not own)]
 
 
@@ -396,9 +401,12 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             "wraps the model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     give_back(model)
-    trainer, original_model, model = _calling_trainer(model), model, remove_compile_wrappers(model)
+    trainer = _calling_trainer(model)  # knows the wrapped model
+    original_model = model
+    model = remove_compile_wrappers(model)
     if trainer is not None and model is not original_model:
-        trainer.model = trainer.model_wrapped = model
+        trainer.model = model
+        trainer.model_wrapped = model
     options = _without_rule(settings, model)
     if not options["optimizer"].has_gradients:
         raise ConfigError(

@@ -130,6 +130,7 @@ class WrappedOptimizer(OffloadOptimizer):
                 f"the optimizer state has groups of {saved_sizes} parameters, and this optimizer groups of {sizes} "
                 "(without frozen ones): load it into the optimizer before offload.wrap, which takes the states over."
             )
+        # torch numbers parameters over all groups, in their order.
         names = dict(zip((n for group in groups for n in group["params"]), self._numbers(), strict=True))
         given = {names[number]: state for number, state in state_dict["state"].items()}
         states = {name: _local_states(state, self.engine.model.get_parameter(name)) for name, state in given.items()}
@@ -182,6 +183,7 @@ def engage(
     )
     is_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters())
     defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32"}  # the loop clips
+    # The engine puts other parameter objects into the model.
     with _regroup_parameters(model, old):
         engine = open_engine(model, rule, defaults | settings)
     own = optimizer_class(engine)
@@ -190,10 +192,11 @@ def engage(
     if states:
         try:
             engine.load_moments(states)
-        except ConfigError:
+        except ConfigError:  # the caller gets the model back as it was
             engine.close(restore=True)
             raise
         assert old is not None
+        # The engine has the states: a second copy would take as much memory again.
         old.state.clear()
     return own
 
@@ -273,6 +276,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             "float32."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    # Trials of the engine draw numbers, and the loop must see the same batches as without an engine.
     with keep_generators(torch.device(options.get("device") or device)):
         engine = Engine(model, rule, placement, **options)
     engine.stay()
