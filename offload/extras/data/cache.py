@@ -25,12 +25,14 @@ def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Ca
     `load` raises OSError, ValueError or KeyError for an absent or damaged folder. Raises ConfigError if the cache is
     not writable.
     """
+    # No lock for the usual case: complete folders are renamed into place, so a reader sees all or nothing.
     with suppress(OSError, ValueError, KeyError):
         return load(root / name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks arrive at once: one builds, the others wait and load
+            # Another process may have built the folder while this one waited for the lock.
             with suppress(OSError, ValueError, KeyError):
                 return load(root / name)
             _build(root, name, build)
@@ -55,10 +57,12 @@ def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
     """
     for orphan in root.glob(f"{name}.tmp-*"):
         shutil.rmtree(orphan)
+    # The process id names the folder for people alone: the lock keeps other builders out.
     folder, temporary = root / name, root / f"{name}.tmp-{os.getpid()}"
     temporary.mkdir()
     try:
         build(temporary)
+        # Contents reach the disk before the name: after a power cut, a folder with the final name is complete.
         for path in temporary.rglob("*"):
             sync_path(path)
         if folder.exists():  # damaged

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,7 @@ Spans = Sequence[tuple[int, int]]
 """Character ranges (start, end) in order."""
 
 _DEVELOPER = "developer"
+# No template writes this text by itself: in the output, the text proves that a key was read.
 _PROBE = "probe7f3a"
 _KEYED = {"k": _PROBE}
 
@@ -71,6 +72,7 @@ class ChatRenderer:
                 "write one of them into chat_template.jinja in the folder of the tokenizer."
             )
         self._default = Template(tokenizer, templates["default"])
+        # transformers chooses the template named `tool_use` for conversations with tools in the same way.
         self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
         self._train_on_prompt = train_on_prompt
         self._ends = tuple(ends)
@@ -87,9 +89,11 @@ class ChatRenderer:
         template = self._tool_use if chat.tools else self._default
         chat = template.with_expected_arguments(chat)
         whole, marks = template.render(chat, len(chat.messages))
+        # A template may leave out a system message or documents without an error.
         self.dropped += _dropped(chat, whole)
         if self._train_on_prompt:
             return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
+        # The template's own marks are exact. Marks of the row, and a completion, need the place of each message.
         if marks is not None and not chat.marks and chat.num_prompt is None:
             return [_segments(whole, marks)]
         trained = [i for i in range(len(chat.messages)) if chat.trains(i)]
@@ -98,13 +102,16 @@ class ChatRenderer:
             _within((start, len(text)), own_marks if chat.num_prompt is None else None)
             for start, text, own_marks in parts
         ]
+        # Each rendering continues the one before, so one document has all answers at the places found.
         if all(whole.startswith(text) for _, text, _ in parts):
+            # A turn with another trained message right behind it has no marker to add.
             starts = {start for start, _, _ in parts}
             for number, (start, text, own_marks) in enumerate(parts):
                 is_answer = chat.messages[trained[number]]["role"] == "assistant"
                 if is_answer and not own_marks and len(text) not in starts:
                     spans[number] = [(start, self._end_of_turn(whole, start, len(text)))]
             return [_segments(whole, [span for each in spans for span in each])]
+        # The template rewrites earlier turns: each answer gets the text that the model saw before the answer.
         return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
@@ -124,6 +131,7 @@ class Template:
         self._tokenizer = tokenizer
         self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        # A probe renders a conversation, so each key and each shape of a part is tried once.
         self._key_is_written: dict[str, bool] = {}
         self._parts_written: dict[tuple[Any, ...], list[str]] = {}
 
@@ -182,6 +190,7 @@ class Template:
             return
         texts = dict(_texts_of(part))
         probes = {key: f"{_PROBE}{number}" for number, key in enumerate(texts)}
+        # Parts of the same shape are written alike, whatever their texts are.
         shape = role, part["type"], tuple(texts)
         if shape not in self._parts_written:
             turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
@@ -201,9 +210,13 @@ class Template:
     def _written_types(self) -> set[type]:
         """Types of tool call arguments, text or object, that the template writes as JSON."""
         messages, _ = _probe("tool_calls")
-        function, as_json, found = messages[1]["tool_calls"][0]["function"], json.dumps(_KEYED), set[type]()
+        function = messages[1]["tool_calls"][0]["function"]
+        as_json = json.dumps(_KEYED)
+        found = set[type]()
+        # Single quotes are Python's text of the object: such a template expects JSON text.
         if (rendered := self._try_out(messages)) is not None and str(_KEYED) not in rendered:
             found.add(dict)
+        # A template may accept both types.
         function["arguments"] = as_json
         if as_json in (self._try_out(messages) or ""):
             found.add(str)
@@ -242,6 +255,8 @@ class Template:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, **render_options)), None
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        # Unlike the tokenizer's method, this function returns the ranges of marks. The method passes the special tokens
+        # as variables of the template, so they are passed here too.
         special = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # also from a processor
         render_options = {
             "chat_template": self._text,
@@ -262,6 +277,7 @@ def _dropped(chat: Chat, whole: str) -> Iterator[str]:
         if not all(_without_spaces(str(part.get("text") or "")) in written for part in parts):
             yield f"the system message (message {number}) of {chat.where}"
     texts = [text for _, text in _texts_of(chat.options.get("documents"))]
+    # A template may write documents as JSON, with quotes and line ends escaped.
     escaped = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
     if texts and not any(_without_spaces(text) in written for text in (*texts, *escaped) if text):
         yield f"'documents' of {chat.where}"
@@ -277,6 +293,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
     is_answer = chat.messages[index]["role"] == "assistant"
     if index == 0:
         return _start_of_first_answer(template, chat, text) if is_answer else 0, text, marks
+    # An answer begins behind the generation prompt: a model never writes the role marker itself.
     prompt, _ = template.render(chat, index, add_generation_prompt=is_answer)
     if text.startswith(prompt):
         return len(prompt), text, marks
@@ -288,6 +305,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
                 "with text that the finished conversation lacks, so the trained tokens cannot be found: leave the "
                 "variable out, or write the text into the answers."
             )
+        # The common part of the generation prompt, for example the role marker, belongs to the prompt.
         return max(len(before), common_prefix_length(prompt, text)), text, marks
     raise BadRow(
         f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, "
@@ -310,9 +328,8 @@ def _start_of_first_answer(template: Template, chat: Chat, text: str) -> int:
     """
     answer = chat.messages[0]
     question = "q" if isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
-    start, behind_question, _ = _find_message(
-        template, replace(chat, messages=[{"role": "user", "content": question}, answer]), 1
-    )
+    asked = replace(chat, messages=[{"role": "user", "content": question}, answer])
+    start, behind_question, _ = _find_message(template, asked, 1)
     length = len(behind_question) - start
     return len(text) - length if text.endswith(behind_question[start:]) else 0
 
@@ -359,7 +376,12 @@ def _texts_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
     """Yield (path of keys, text) for all texts in a part of content, except for types."""
     if isinstance(value, str):
         yield path, value
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, each in items:
         if key != "type":
             yield from _texts_of(each, (*path, str(key)))
 

@@ -229,6 +229,7 @@ class Dataset:
         """
         name = next(iter(self.evals), "") if name is None else name
         row_set = self.evals.get(name, self.eval)
+        # Every rank goes through all batches: a rank with an earlier end would leave the others in an exchange.
         num_batches = -(-row_set.num_rows // batch_size)
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             begin = index * batch_size
@@ -266,25 +267,30 @@ class Dataset:
         part = share(len(indices), rank, world_size, rows.group)
         fillers = _fillers(rows, indices, part)
         own_rows = np.concatenate([indices[part], fillers])
+        # Of the rows of all ranks: with their own widths and keys, ranks would cut their batches at other places.
         lengths = rows.lengths(indices)
         width = self._width(rows, lengths)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own_rows))
+        # Fillers only take part in the passes: they add nothing to the loss or the count.
         labels[len(own_rows) - len(fillers) :] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own_rows)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
-        elif (lengths < width).any():
+        elif (lengths < width).any():  # of the rows of all ranks, so either every rank has a mask or none
             mask = np.arange(width) < rows.lengths(own_rows)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
         if self.pictures is not None and (documents := rows.picture_documents(own_rows)) is not None:
             batch |= self.pictures.of(documents, ids)
         for key, values in self.values.get(name, {}).items():
+            # The shape of the ids lets the engine cut these values into micro-batches like any other input.
             batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
             batch[key][:, 0] = torch.from_numpy(values[own_rows])
         return batch
 
     def _width(self, rows: RowSet, lengths: np.ndarray) -> int:
         """Return the padded width in tokens for rows of a row set with these lengths [n]."""
+        # A model may choose rotary frequencies by the longest row: no row may cross the limit because of its
+        # neighbours.
         width, limit = self.batching.width(lengths, rows.sequence_length), self.rope_limit
         if limit is None or self.is_isolated:  # positions of isolated documents do not depend on the width
             return width
@@ -401,12 +407,15 @@ def build_dataset(
     all_files = [*training_files, *eval_files]
     preparation = Preparation(all_files, vocab_size, cache_folder, report, num_workers)
     loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
+    # Any valid id will do: padding has no target, and no token of a document sees it.
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
     )
     if isolated is None:
         isolated = any(each.has_chats for each in training_files)
-    layout: Layout = False if with_pictures else "isolated" if packing and isolated else packing
+    layout: Layout = "isolated" if packing and isolated else packing
+    if with_pictures:  # picture tokens are not cut
+        layout = False
     source_rows = []
     for name, each in zip(names_of([each.source for each in all_files]), all_files, strict=True):
         tokens = preparation.tokenize(each, loaded, train_on_prompt)
@@ -418,10 +427,12 @@ def build_dataset(
     parts = [each.train for each in training]
     group = parts[0].group
     numbers = [part.num_rows // group for part in parts]
+    # In pairs first, so a quota never cuts a preference in two.
     shares = [group * each for each in quotas(numbers, [each.weight for each in sources], stopping_strategy)]
     held_out = [each.eval for each in training]
     return Dataset(
         Mixture.of(parts, shares),
+        # An empty set keeps the layout, for a data set without held-out rows.
         Mixture.of([rows for rows in held_out if rows.num_rows] or held_out[:1]),
         loaded,
         batch_size * group,
@@ -450,6 +461,7 @@ def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
 
 def _check_disjoint(training: Sequence[SourceFiles], evaluation: Sequence[SourceFiles]) -> None:
     """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
+    # Marks see through links and other spellings of a path.
     by_mark: dict[Mark, tuple[SourceFiles, SourceFile]] = {}
     for each in training:
         for file in each.files:
@@ -491,6 +503,7 @@ def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> E
     """
     ends = [*starts[1:], len(ids)]
     documents = list(zip(starts, ends, strict=True))
+    # A document of one token has no target.
     documents = [span for span in [*documents[1:], *documents[:1]] if span[1] - span[0] > 1]
     with_prompt = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
     for begin, end in with_prompt:

@@ -32,6 +32,7 @@ def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dic
         warnings.simplefilter("ignore")  # invalid escapes in old modules
         tree = ast.parse(source)
     for node, qualified, kind in _documented_definitions(tree.body, f"{module}.", "function"):
+        # Python's own hash would differ from process to process.
         wording = _QUESTIONS[xxhash.xxh3_64_intdigest(qualified.encode()) % len(_QUESTIONS)]
         question = wording.format(name=qualified, kind=kind, module=module)
         answer = ast.get_docstring(node) or ""
@@ -47,5 +48,6 @@ def _documented_definitions(
         is_class = isinstance(node, ast.ClassDef)
         if ast.get_docstring(node):
             yield node, prefix + node.name, "class" if is_class else function_label
+        # Functions inside of functions are left out: nobody can ask for them by name.
         if is_class:
             yield from _documented_definitions(node.body, f"{prefix}{node.name}.", "method")

@@ -141,17 +141,21 @@ class Encoder:
         text encoder. `ends`: as in `ChatRenderer`.
         """
         self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt, ends)
-        self._byte_count_scope, self._holds_out = byte_count_scope, False
         self._bad = bad or BadRows("error")
         self._num_workers = num_workers
+        self._byte_count_scope = byte_count_scope
+        self._holds_out = False  # becomes True at the first held-out document
+        # Counts for the notes of a run.
         self.num_empty = 0
         """Skipped documents without a token."""
         self.num_split = 0
         """Conversations split into several documents."""
         self.num_open = 0
         """Answers before another turn, without a token that ends generation."""
-        self.num_dropped, self.first_dropped = 0, ""
-        """Texts dropped by the chat template, and the place of the first one."""
+        self.num_dropped = 0
+        """Texts dropped by the chat template."""
+        self.first_dropped = ""
+        """The place of the first one."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
         """Yield the encoded documents for each (in_eval, record) in order.
@@ -159,6 +163,7 @@ class Encoder:
         Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
         ones.
         """
+        # `closing` ends the worker processes, also if the caller stops in the middle.
         with closing(encode_ahead(self._batch_encoder, self._batches(records), self._num_workers)) as batches:
             for batch in batches:
                 self.num_empty += batch.num_empty
@@ -178,6 +183,7 @@ class Encoder:
         num_chars = 0
         for in_eval, record in records:
             self._holds_out |= in_eval
+            # Byte counts need offsets, and these take time: training documents skip them once a held-out one is known.
             may_need_bytes = self._byte_count_scope == "held out" and (in_eval or not self._holds_out)
             batch.append(EncodeRequest(record, in_eval, may_need_bytes or self._byte_count_scope == "all"))
             num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
@@ -196,19 +202,23 @@ class _TextEncoder:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._renderer = ChatRenderer(tokenizer, train_on_prompt, ends)
-        self._prefix, self._suffix = find_frame(tokenizer)  # also switches truncation and padding off
+        # A plain call also switches off truncation and padding stored in the tokenizer file.
+        self._prefix, self._suffix = find_frame(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
         self._eos_text = str(tokenizer.eos_token)
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
         encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
-        num_open, self._renderer.dropped = self._renderer.num_open, encoded.dropped
+        # The renderer counts on from batch to batch: a batch reports the difference.
+        num_open = self._renderer.num_open
+        self._renderer.dropped = encoded.dropped
         for request in batch:
             try:
                 prepared.append(self._draft_documents(request))
             except BadRow as bad:
                 prepared.append(bad)
+        # The texts of all records together: `tokenizers` works on the texts of a batch in parallel.
         drafts = (part for parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft))
         tokenized = self._tokenize_in_batches(drafts)
         for request, parts in zip(batch, prepared, strict=True):
@@ -237,6 +247,7 @@ class _TextEncoder:
             return [self._draft_answer(request, record.chosen), self._draft_answer(request, record.rejected)]
         if isinstance(record, Text):
             pieces = list(pieces_of(record.text))
+            # A long document is cut at line ends, so tokenization in pieces rarely splits a token.
             last = len(pieces) - 1
             return [
                 _Draft(request, [(piece, True)], True, record.opens and not i, record.closes and i == last)
@@ -251,7 +262,8 @@ class _TextEncoder:
         if isinstance(record, Pair):
             segments, is_framed = [(record.prompt, False), (record.completion, True)], True
         else:
-            (segments, *more), is_framed = self._renderer.render_documents(record), False
+            segments, *more = self._renderer.render_documents(record)
+            is_framed = False
             if more:
                 raise BadRow(
                     f"{record.where}: the chat template changes an answer when another one follows, so several answers "
@@ -265,6 +277,7 @@ class _TextEncoder:
         if not len(tokens.ids) and draft.opens and draft.closes and not draft.may_be_empty:
             return None
         if draft.is_framed and draft.opens and self._prefix:
+            # Only at the true ends: a piece in the middle of a document has no special tokens around it.
             tokens = tokens.with_frame(self._prefix, ())
         if draft.closes:
             tokens = self._close(tokens, draft)
@@ -294,6 +307,7 @@ class _TextEncoder:
             if isinstance(part, EncodedDocument):
                 documents.append(part)
             elif isinstance(tokens := next(tokenized), BadRow):
+                # No early end: the iterator is shared, so each draft of the record must take tokens.
                 refused = refused or tokens
             else:
                 documents.append(self._finish_document(part, tokens))
@@ -321,6 +335,7 @@ class _TextEncoder:
         try:
             return [*self._tokenize(drafts)]
         except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
+            # One text spoils the whole batch. One by one, the other texts survive.
             if len(drafts) != 1:
                 return [tokens for draft in drafts for tokens in self._tokenize_each([draft])]
             where, text = drafts[0].request.record.where, _describe_text(drafts[0].text)
@@ -386,6 +401,7 @@ def training_mask(offsets: list[tuple[int, int]], segments: Segments) -> np.ndar
     after the previous range. Later bytes of a multi-token character: the token shares the character's range.
     """
     trained = np.concatenate([np.full(len(text), mark) for text, mark in segments])
+    # A cumulative count answers for all tokens at once, without a loop over ranges.
     before = np.concatenate([[0], np.cumsum(trained)])
     start, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
     previous = np.concatenate([[0], end[:-1]])
@@ -401,8 +417,10 @@ def _byte_counts(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
     `offsets` are character ranges. A token counts all bytes since the previous token, so the sum is the text size. In a
     multi-token character, all bytes count for the first token.
     """
+    # UTF-32 has one number for each character: three comparisons give the UTF-8 length.
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     before = np.concatenate([[0], np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))])
     ends = np.maximum.accumulate(np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1])
+    # Bytes behind the last token, for example trimmed blanks, count for this token.
     ends[-1:] = len(text)
     return np.diff(before[ends], prepend=0)

@@ -28,7 +28,12 @@ TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".html", ".sql", ".sh", ".toml", ".yaml", ".yml"}
     | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts"}
 )
-_TABLE, _COLUMNS, _TOKENS, _PACKED, _UTF16 = "table", "columns", "token ids", "packed", "UTF-16"
+# File types, in the words of error messages.
+_TABLE = "table"
+_COLUMNS = "columns"
+_TOKENS = "token ids"
+_PACKED = "packed"
+_UTF16 = "UTF-16"
 _SUFFIXES_BY_TYPE = {
     "text": TEXT_SUFFIXES,
     "records": CONTAINERS["json"],
@@ -96,10 +101,12 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         )
     with place.open() as stream:  # once: each open of a URL is a request
         start = stream.read(_NUM_FIRST)
+    # A clone without git-lfs has short texts in place of files. Training on these texts would succeed.
     if start.startswith(FIRST_BYTES):
         raise pointer_error(label, "the folder of this file")
     if file_type == _TOKENS or data_format == "tokens":
         return
+    # Any bytes may be token ids, so only text and rows are checked below.
     document = next((description for magic, description in _DOCUMENTS.items() if start.startswith(magic)), None)
     if suffix in _OFFICE:
         document = "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
@@ -127,6 +134,7 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise ConfigError(
             f"{label} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
         )
+    # Past a byte order mark and blanks: the first sign tells rows in JSON from a text.
     first = start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if data_format == "preference" and file_type == "text" and first not in (b"{", b"[", b""):
         raise ConfigError(
@@ -158,6 +166,7 @@ def check_one_type(source: str, paths: Sequence[PurePath], *, is_folder: bool, s
         files_by_type.pop("", None)  # other endings are skipped with a note
     if len(files_by_type) > 1:
         listed = "; ".join(f"{_describe_files(file_type, files)}" for file_type, files in sorted(files_by_type.items()))
+        # A README often lies beside data, so the example names rows before texts.
         most = max(files_by_type, key=lambda file_type: (file_type != "text", len(files_by_type[file_type])))
         suffix = Counter(path.suffix for path in files_by_type[most]).most_common(1)[0][0]
         relation = "is a folder with" if is_folder else "matches"
@@ -191,6 +200,7 @@ def select_split(
     """
     splits: dict[str, list[PurePath]] = {}
     for path in paths:
+        # A split stands in the file name (train-00000-of-00002.parquet) or in the folder (train/0.parquet).
         names = {
             match[1]
             for name in (path.parent.name, decompressed_name(path).stem)
@@ -203,6 +213,7 @@ def select_split(
             raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
         return splits[split]
     check_split(source, split, setting)
+    # Texts named `train` and `test` are ordinary: a folder of source code has both.
     is_text = all(_file_type(path) in ("text", "") for path in paths)
     if "train" in splits and len(splits) > 1 and not is_text:
         listed = ", ".join(str(files[0].relative_to(source)) for _, files in sorted(splits.items()))
@@ -236,6 +247,7 @@ def _file_type(path: PurePath) -> str:
 
 
 def _type_by_first_bytes(start: bytes) -> str | None:
+    # UTF-16 without a mark would pass for UTF-8: a zero byte is a valid character.
     unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # zero bytes of Latin letters
     content_type = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
     return content_type or next(

@@ -179,7 +179,9 @@ def detect_format(file: SourceFile) -> str:
     """
     _check_columns(file)
     if file.is_whole:
-        return file.format if file.format != "auto" else "tokens" if file.container == "ids" else "text"
+        if file.format != "auto":
+            return file.format
+        return "tokens" if file.container == "ids" else "text"
     names = columns_of(file)
     if file.format != "auto":
         if names is not None:
@@ -224,6 +226,7 @@ def _check_columns(file: SourceFile) -> None:
 
 def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     """Return the one format with all keys in `names`. Raises ConfigError."""
+    # A renamed column counts under both names.
     available = {*names, *(key for key, column in columns.items() if column in names)}
     fitting = [name for name, keys in _KEYS.items() if all(key in available for key in keys)]
     if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
@@ -268,6 +271,7 @@ def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: M
     listed = ", ".join(map(repr, unread[:_NUM_NAMED]))
     more = f" and {len(unread) - _NUM_NAMED} more" if len(unread) > _NUM_NAMED else ""
     known = {key for each in data_formats for key in _known_keys(each)}
+    # A passage left out is the worst case: the answers then refer to nothing.
     context = _usual_name("input", unread) if known & {"input", "completion"} else None
     system = _usual_name("system", unread) if "system" in known - {"completion"} else None
     if context is not None and "completion" in known:
@@ -355,7 +359,9 @@ def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
 
 
 def _read_text(file: SourceFile) -> Iterator[Text]:
-    where, pending, opens = str(file.place), "", True
+    where = str(file.place)
+    pending = ""
+    opens = True  # of the next piece
     with open_text(file) as text:
         while block := text.read(_PIECE_CHARS):
             if len(pending) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
@@ -394,6 +400,7 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
             f"{where} lacks {_quote_names(missing)} for data.format={data_format}; "
             f"it has {_quote_names(sorted(record)) or 'nothing'}."
         )
+    # Padding may have any position, often 0 or 1 again, and would look like further documents.
     check_row(data_format, _without_padding(record) if data_format == "tokens" else record, where)
     if data_format == "tokens":
         return _parse_ids(record, where)
@@ -405,15 +412,16 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
         return _parse_preference(record, where)
     if data_format == "alpaca":
         return _parse_chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
-    turns = _parse_json(record["conversations" if data_format == "sharegpt" else "messages"], where)
+    (turns_key,) = _KEYS[data_format]
+    turns = _parse_json(record[turns_key], where)
     if not isinstance(turns, list) or not turns:
-        raise BadRow(
-            f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
-        )
+        raise BadRow(f"{where}: {turns_key!r} must be a list of at least one message (data.format={data_format}).")
     matcher = PictureMatcher(_parse_list(record.get("images"), where), folder, where)
     check = _parse_sharegpt_turn if data_format == "sharegpt" else _check_message
     messages = [check(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
+    # After all messages: now each picture must have a place.
     matcher.check()
+    # Some data sets have the system message twice: as a column, and as the first message.
     system = _unless_said(_system(record, where), messages)
     return _parse_chat(record, where, [*system, *messages], pictures=tuple(matcher.pictures))
 
@@ -469,6 +477,7 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
     """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
+    # A table of strings stores messages as JSON. Both must be messages: an answer in JSON is a text.
     given = {key: _stored_messages(record[key]) for key in ("prompt", "completion")}
     if all(isinstance(each, list) for each in given.values()):
         prompt, completion = (_parse_text_or_messages(each, f"{where}, {key!r}") for key, each in given.items())
@@ -499,13 +508,15 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
     if isinstance(prompt, str) and not prompt.strip() and any(not _is_answer(each) for each in answers):
         prompt = None
+    # Some data sets have the prompt twice: as a column, and in front of both answers.
     prompt, answers = _said_once(prompt, answers)
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
+        # Without a prompt: the common beginning of both answers is the prompt, as in TRL.
         num_prompt = 0 if prompt is not None else _shared_length(answers)
         prompt = answers[0][:num_prompt] if prompt is None else prompt
         return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
-    prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
+    prompt_turns = [_message("user", prompt)] if isinstance(prompt, str) else prompt or []
     turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
     joined = [
         _join(prompt_turns, each, f"{where}, {key!r}") for key, each in zip(("chosen", "rejected"), turns, strict=True)
@@ -547,9 +558,11 @@ def _join(prompt: list[Any], turns: list[Any], where: str) -> tuple[list[Any], i
         return turns, len(asked)
     if _is_answer(turns):
         return [*prompt, *turns], len(asked)
+    # The prompt within the answer, e.g. behind a system message.
     for start in range(len(said) - len(asked) + 1):
         if said[start : start + len(asked)] == asked:
             return turns, start + len(asked)
+    # The longest overlap first, so no turn comes twice.
     for common in range(min(len(asked), len(said)), 0, -1):
         if asked[-common:] == said[:common]:
             return [*prompt[:-common], *turns], len(asked)
@@ -649,7 +662,9 @@ def _parse_ids(record: dict[str, Any], where: str) -> Ids:
     for key, array in arrays.items():
         if len(array) != len(ids):
             raise BadRow(f"{where} has {len(array)} {key} and {len(ids)} input_ids.")
+    # Padding is dropped, not masked: rows are padded anew, to the length of the batch.
     attended = arrays.pop("attention_mask", np.ones(len(ids))) != 0
+    # transformers shifts labels in the loss. Labels shifted in the data would train each token on the second next one.
     labels = arrays.pop("labels", ids)
     if not np.array_equal(labels[labels != IGNORE], ids[labels != IGNORE]):
         raise BadRow(
@@ -663,7 +678,7 @@ def _parse_ids(record: dict[str, Any], where: str) -> Ids:
 def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
     value = _parse_json(value, where)
     try:
-        array = np.asarray(value if value != [] else np.zeros(0, np.int64))
+        array = np.asarray(value if value != [] else np.zeros(0, np.int64))  # an empty list would be float64
     except (ValueError, OverflowError):
         array = np.zeros(0)
     kinds = "iu" if key in ("input_ids", "labels") else "iub"
@@ -742,6 +757,7 @@ def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:
             yield Ids(f"{file.place}, row {index}", np.asarray(row), closes=True, stream=False)
         return
     for start in range(0, len(tokens), _PIECE_TOKENS):
+        # A mapped file is read piece by piece, and may be larger than memory.
         piece = np.asarray(tokens[start : start + _PIECE_TOKENS])
         yield Ids(str(file.place), piece, closes=start + len(piece) == len(tokens), stream=True)
 
@@ -765,6 +781,7 @@ def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
         return tokens
     header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
     is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 header values; version 1 holds uint16 ids
+    # A .bin file has no dtype: nanoGPT and others write 2 bytes where the vocabulary fits.
     wide = vocab_size > 65536
     offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
     if (file.num_bytes - offset) % dtype.itemsize:

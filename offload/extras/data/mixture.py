@@ -22,11 +22,11 @@ from offload.extras.data.packing import Layout, Rows, total_bytes
 from offload.extras.data.pictures import PictureDocument
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
-_MOST_BATCHES = 50
+_MOST_BATCHES = 50  # batches in a megabatch, as for `group_by_length` in transformers
 _FEWEST_GROUPS = 4
 """Minimum megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
-_MULTIPLE = 8
-_PER_DOUBLING = 4
+_MULTIPLE = 8  # tokens: kernels prefer such widths
+_PER_DOUBLING = 4  # distinct widths from one length to its double
 _SEED = 1 << 48
 """Seed offset: separates the batch order from the row order."""
 
@@ -80,6 +80,7 @@ class Mixture:
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
         positions = np.arange(start, start + count)
         slots, epochs = rows_at(positions, self.num_rows, seed, self.group), positions // self.num_rows
+        # The slots of an epoch belong to the parts in order, by quota.
         ends = np.cumsum(self.quotas)
         rows, first = np.empty(count, np.int64), 0
         for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
@@ -87,6 +88,7 @@ class Mixture:
             part_rows = slots[mask] - (end - quota)
             if quota != part.num_rows:  # otherwise the shared epoch order already has each row once
                 begin = _begin(epochs[mask], quota, part.num_rows)
+                # Another seed for each part: two parts of one size would otherwise have the same order.
                 part_rows = rows_at(begin + part_rows, part.num_rows, seed + (index + 1 << 32), self.group)
             rows[mask] = first + part_rows
             first += part.num_rows
@@ -117,6 +119,7 @@ class Mixture:
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the part index of each row, int64 [n]."""
+        # Right: the first row of a part equals the end of the part before.
         return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
 
     def _each(self, rows: np.ndarray, read: Callable[[Rows, np.ndarray], Any]) -> list[Any] | None:
@@ -153,6 +156,7 @@ def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
     """
     if quota > num_rows:
         return epochs * (-(-quota // num_rows) * num_rows)
+    # The rest of a pass is dropped, so that no row comes twice within an epoch.
     sharing = num_rows // quota
     return epochs // sharing * num_rows + epochs % sharing * quota
 
@@ -200,6 +204,7 @@ class LengthBatching(MixedBatching):
     by_length: ClassVar[bool] = True
 
     def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
+        # A small data set has smaller megabatches: a sorted epoch would have the same batches each time.
         in_group = min(_MOST_BATCHES, max(rows.num_rows // (_FEWEST_GROUPS * batch_size), 1))
         group, place = divmod(step, in_group)
         size = in_group * batch_size
@@ -207,11 +212,13 @@ class LengthBatching(MixedBatching):
         lengths = rows.lengths(mixed)
         epochs = (group * size + np.arange(size)) // rows.num_rows
         ordered = np.empty(size, np.int64)
+        # Sorted within each epoch, so every epoch still has each row once.
         for epoch in np.unique(epochs):
             in_epoch = np.flatnonzero(epochs == epoch)
             batches = in_epoch // batch_size
             whole = np.flatnonzero(np.bincount(batches) == batch_size)
             slots = np.arange(size).reshape(in_group, batch_size)
+            # Batches from long to short would show in the loss, so whole batches are shuffled again.
             order = whole[shuffled(np.arange(len(whole)), len(whole), seed + _SEED, group)]
             places = np.concatenate([in_epoch[~np.isin(batches, whole)], slots[order].ravel()])
             ordered[places] = mixed[in_epoch[np.argsort(-lengths[in_epoch], kind="stable")]]

@@ -17,6 +17,7 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = _keys(seed, epoch)
     value = np.asarray(positions, np.uint64)
+    # The domain has at most four times as many numbers as rows (from four rows on), so few repetitions are needed.
     outside = np.ones(value.shape, bool)
     while outside.any():
         left, right = value >> half_bits, value & mask
@@ -36,6 +37,7 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int, group: int = 1) -> 
         return rows_at(positions // group, num_rows // group, seed) * group + positions % group
     epochs = positions // num_rows
     rows = np.empty(len(positions), np.int64)
+    # A batch may cross the end of an epoch, and each epoch has keys of its own.
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
         rows[in_epoch] = shuffled(positions[in_epoch] % num_rows, num_rows, seed, int(epoch))
@@ -43,6 +45,7 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int, group: int = 1) -> 
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
+    # Mixed before the epoch is added: neighbouring seeds would otherwise share epochs.
     base = _mix(np.asarray([seed % 2**64], np.uint64)) + np.uint64(epoch)
     return _mix(_mix(base) + np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 

@@ -75,10 +75,14 @@ class Rows:
         """Lay out all rows in `store` and count the targets."""
         rows = cls(store, sequence_length, layout, pad_id, group)
         num_rows = -(-store.num_tokens // sequence_length) if layout is True else store.num_documents
-        kept, num_targets, num_too_long, begin = [], 0, 0, 0
+        kept = []
+        num_targets = num_too_long = 0
+        begin = 0
+        # In blocks: counts for all rows of a mapped store at once could take more memory than the tokens.
         while begin < num_rows:
             end = rows._group_end(begin, num_rows)
             targets = rows._count_targets(np.arange(begin, end))
+            # A pair with one empty answer has nothing to compare.
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
             if store.picture_store is not None:
                 is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
@@ -88,19 +92,22 @@ class Rows:
             num_targets += int(targets.sum())
             begin = end
         num_kept = sum(map(len, kept))
+        indices = None if num_kept == num_rows else np.concatenate(kept)
         rows = replace(
             rows,
             num_rows=num_kept,
             num_targets=num_targets,
             num_without_target=num_rows - num_kept - num_too_long,
-            kept=None if num_kept == num_rows else np.concatenate(kept),
+            kept=indices,
             num_too_long=num_too_long,
         )
         return rows._isolated() if layout == "isolated" else rows
 
     def _isolated(self) -> Rows:
         """Return rows with several pieces each, from rows with one document each."""
-        documents, length, num_targets = self.store.documents, self.sequence_length, self.num_targets
+        documents = self.store.documents
+        length = self.sequence_length
+        num_targets = self.num_targets
         if self.store.trained is None:
             starts, ends = _pieces(documents, length)
             has_context = ends - starts > 1  # a single token has no context
@@ -111,6 +118,7 @@ class Rows:
             starts = documents[kept]
             ends = np.minimum(documents[kept + 1], starts + length)
         rows = best_fit(ends - starts, length)
+        # Pieces of a row side by side, in the order of the documents, so `borders` alone finds them.
         order = np.argsort(rows, kind="stable")
         borders = np.concatenate([[0], np.cumsum(np.bincount(rows))])
         pieces = starts[order], ends[order], borders
@@ -162,6 +170,7 @@ class Rows:
         for row, at, start, end, fresh in zip(*self._spans(rows), strict=True):
             place = row, slice(at, at + end - start)
             ids[place] = store.tokens[start:end]
+            # Tokens before `fresh` were targets of the row before, and are context here.
             labels[place][fresh - start :] = store.tokens[fresh:end]
             if store.trained is not None:
                 labels[place][~store.trained[start:end]] = IGNORE
@@ -180,7 +189,9 @@ class Rows:
         if self.pieces is None:
             return None
         spans, longest = self._spans(rows), np.ones(len(rows), np.int64)
+        # Unbuffered, because a row comes once for each of its pieces.
         np.maximum.at(longest, spans[0], spans[3] - spans[2])
+        # First padding for the whole row. The documents then overwrite their part.
         positions = (np.arange(self.sequence_length) - self.lengths(rows)[:, None]) % longest[:, None]
         for row, at, start, end, _ in zip(*spans, strict=True):
             positions[row, at : at + end - start] = np.arange(end - start)
@@ -197,6 +208,7 @@ class Rows:
         """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
         starts: list[list[np.ndarray]] = [[] for _ in rows]
         for row, at, start, end, _ in zip(*self._spans(rows), strict=True):
+            # A piece of an isolated row is within one document; a packed row may hold many borders.
             first, last = np.searchsorted(self.store.documents, [start + 1, end])
             starts[row].append(np.concatenate([[at], at - start + np.unique(self.store.documents[first:last])]))
         return [np.concatenate(each) for each in starts]
@@ -214,6 +226,7 @@ class Rows:
         counts = borders[rows + 1] - borders[rows]
         row, piece = _ranges(borders[rows], counts)
         start, end = starts[piece], ends[piece]
+        # Places count within all rows together first, then from the first piece of each row.
         at = np.cumsum(end - start) - (end - start)
         at -= np.repeat(at[np.cumsum(counts) - counts], counts)
         return row, at, start, end, start + 1  # the first token of a document has no context
@@ -223,6 +236,7 @@ class Rows:
         length, num_tokens = self.sequence_length, self.store.num_tokens
         if self.packing is True:
             fresh = rows * length
+            # The last row begins earlier to be full.
             start = np.minimum(fresh, max(num_tokens - length, 0))
             return start, np.minimum(start + length, num_tokens), fresh
         start, end = self.store.documents[rows], self.store.documents[rows + 1]
@@ -231,6 +245,7 @@ class Rows:
     def _count_targets(self, rows: np.ndarray) -> np.ndarray:
         """Return the trained tokens with a token before them, per layout row, int64 [n]."""
         start, end, fresh = self._layout_spans(rows)
+        # The first token of a row has no context, and is no target.
         first = np.minimum(np.maximum(start + 1, fresh), end)
         if self.store.trained is None:
             return np.asarray(end - first)
@@ -244,6 +259,7 @@ class Rows:
             return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
         documents = self.store.documents
         end = int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1
+        # A block ends between groups, and has at least one, however long its documents are.
         return max(end - (end - begin) % self.group, begin + self.group)
 
 
@@ -274,6 +290,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     num_rows = 0
     for piece in np.argsort(-lengths, kind="stable"):
         length = int(lengths[piece])
+        # The lowest set bit from `length` on: the least sufficient room, without a search.
         room = length + ((rooms >> length) & -(rooms >> length)).bit_length() - 1
         if with_room[room]:
             row = with_room[room].pop()
@@ -285,6 +302,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             with_room[room - length].append(row)
             rooms |= 1 << room - length
         rows[piece] = row
+    # Numbered by first pieces: rows follow the order of the documents.
     first = np.full(num_rows, len(lengths))
     np.minimum.at(first, rows, np.arange(len(lengths)))
     rank = np.empty(num_rows, np.int64)

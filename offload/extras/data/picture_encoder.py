@@ -57,6 +57,7 @@ def load_processor(path: str | None) -> Any:
             f"{needs}its tokenizer in {path} is not a fast one (tokenizer.json), and so returns no character offsets. "
             "Give a model with a fast tokenizer."
         )
+    # Some folders keep the template in the tokenizer alone.
     processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
     if not processor.chat_template:
         raise ConfigError(
@@ -101,6 +102,7 @@ class PictureEncoder:
         try:
             for picture in chat.pictures:
                 data = picture.read()
+                # The hash is stored with the tokens: a picture changed later would not match their number.
                 pictures.append(replace(picture, digest=hash_picture(data)))
                 images.append(decode_picture(data, picture.name))
         except BadRow as bad:
@@ -126,6 +128,7 @@ class PictureEncoder:
 
         `is_part`: one document out of several for a conversation, possibly ending before the last pictures.
         """
+        # The end token is part of the text here, since the processor decides the tokens.
         if self._eos and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._eos):
             segments = [*segments, (self._eos, segments[-1][1])]
         text = "".join(text for text, _ in segments)
@@ -143,6 +146,7 @@ class PictureEncoder:
             raise BadRow(f"{where}: the processor refuses this row: {shorten(describe(error))}") from error
         offsets: list[tuple[int, int]] = encoding["offset_mapping"][0]
         with_blanks = _with_widths(segments, self._placeholder, widths)
+        # Ranges beyond the text mean further characters, and their place is unknown.
         if max(end for _, end in offsets) > sum(len(text) for text, _ in with_blanks):
             raise ConfigError(
                 f"{where}: {type(self._processor).__name__} adds text outside of the picture placeholders, so the "
@@ -198,6 +202,7 @@ class PictureInputs:
         except Exception as error:  # processors raise any exception
             raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(describe(error))}") from error
         inputs: dict[str, torch.Tensor] = dict(outputs)
+        # Some processors cut or pad pictures by their neighbours in a batch.
         if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
             raise ConfigError(
                 "the processor returns other tokens for rows in a batch than for each row alone (as prepared), so "
@@ -212,10 +217,12 @@ def run_processor(processor: Any, texts: list[str], images: list[list[Any]], **o
 
     Special tokens are added as in the processor's `apply_chat_template`.
     """
+    # The template may have written the BOS, and the tokenizer would add a second one.
     bos = processor.tokenizer.bos_token
     if bos is not None and texts[0].startswith(bos):
         options["add_special_tokens"] = False
-    return processor(text=texts, images=images if any(images) else None, **options)
+    given = images if any(images) else None  # a processor refuses lists without a picture
+    return processor(text=texts, images=given, **options)
 
 
 def _read_again(picture: Picture) -> Any:

@@ -89,9 +89,11 @@ class PictureMatcher:
         None: the messages name the pictures. `folder`: base for relative paths, or None. `where`: row name for errors.
         """
         self._has_column = column is not None
-        column_pictures = column if isinstance(column, list) else [] if column is None else [column]
-        self._column, self._num_pictures = deque(column_pictures), len(column_pictures)
-        self._folder, self._where = folder, where
+        given = [] if column is None else column
+        self._column = deque(given if isinstance(given, list) else [given])  # not yet in a message
+        self._num_pictures = len(self._column)
+        self._folder = folder
+        self._where = where
         self.pictures: list[Picture] = []
         """Pictures so far, in order."""
 
@@ -100,6 +102,7 @@ class PictureMatcher:
 
         Parts of other types stay as they are, for the chat template. `where`: message name for errors. Raises BadRow.
         """
+        # Without a column, `<image>` is a text like any other.
         if isinstance(content, str) and self._has_column:
             content = _split(content)
         if not isinstance(content, list):
@@ -127,6 +130,7 @@ class PictureMatcher:
             return {"type": "text", "text": part["text"]}
         if part["type"] not in _TYPES:
             return part
+        # The names of transformers, OpenAI and others.
         value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
         if value is None and isinstance(part.get("base64"), str):
             value = f"data:image;base64,{part['base64'].rpartition(',')[2]}"
@@ -149,6 +153,7 @@ class PictureMatcher:
         path = value.get("path") if isinstance(value, dict) else value
         if not isinstance(path, str) or not path:
             raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")
+        # A data: URI, as in rows for the API of OpenAI.
         if inline := _INLINE.match(path):
             return Picture(f"picture {len(self.pictures) + 1}", None, _from_base64(path[inline.end() :], where))
         if path.startswith("file://"):
@@ -180,6 +185,7 @@ def has_picture(content: list[dict[str, Any]]) -> bool:
 
 def _from_base64(text: str, where: str) -> bytes:
     try:
+        # Line ends are usual in base64. Other foreign characters mean damage.
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:
         raise BadRow(f"{where}: a picture in base64 cannot be decoded: {error}.") from error

@@ -96,13 +96,17 @@ class SourceFiles:
     def __init__(
         self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
     ) -> None:
-        self.source, self.eval_share, self.on_bad_row, self.is_evaluated = source, eval_share, on_bad_row, is_evaluated
+        self.source = source
+        self.eval_share = eval_share
+        self.on_bad_row = on_bad_row
+        self.is_evaluated = is_evaluated
+        self._vocab_size = vocab_size  # decides the width of the ids in a .bin file
         self.notes: list[str] = []  # messages for the user
         self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
         self.formats = {file.format for file in self.files}
         self.files_hash = hash_files(self.files)
         self.num_bytes = sum(file.num_bytes for file in self.files)
-        self._vocab_size = vocab_size
+        # Text and token files are held out whole. Rows of other files are chosen by the hash of their name.
         self._held_out = held_out_files([file for file in self.files if file.is_whole], eval_share)
 
     @property
@@ -120,6 +124,7 @@ class SourceFiles:
         """True if a chat template renders the rows. For prompt-completion and preference, the first record decides."""
         if not self.formats & {"prompt-completion", "preference"}:
             return bool(self.formats & RENDERED_FORMATS)
+        # Texts need no template. Skipping bad rows is for this look alone: the policy of the run applies later.
         first = next((record for _, _, record in self.records(BadRows("skip"))), None)
         return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
 
@@ -150,6 +155,7 @@ class SourceFiles:
                 if isinstance(record, BadRow):
                     bad.handle(record)
                     continue
+                # No path and no content in the name: the split is the same on any machine, and after an edit of a text.
                 name = f"{file.name}#{index}"
                 held_out = file.name in self._held_out if file.is_whole else split_hash(name) < self.eval_share
                 yield held_out, name, record
@@ -238,12 +244,14 @@ class Preparation:
 
     def tokenize(self, source_files: SourceFiles, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
         """Return the token stores for a source, from the cache if already prepared. Raises ConfigError."""
+        # Before the cache, so the note also comes in later runs.
         self._check_ends(source_files, tokenizer)
         encoder, places = tokenizer if self.processor is None else self.processor, list[str]()
         if self.processor is not None:  # absolute picture paths, independent of the working directory
             places_read = [file.place for file in source_files.files]
             places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places_read]
         rules = None if encoder is None else hash_tokenizer(encoder)
+        # The name of the folder has all influences on tokens and split, also the code of this package.
         source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
         settings = self.vocab_size, train_on_prompt
         name = hash_text(repr((code_hash("extras/data"), versions(), source, settings, rules, self.ends, places)))
@@ -258,6 +266,7 @@ class Preparation:
         rate = sampling_rate(sum(each.num_bytes for each in self.sources))
         for source_files in self.sources:
             for _, name, record in source_files.records(BadRows(source_files.on_bad_row)):
+                # By hash, so the sample does not depend on the order of files, and is spread over all of them.
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
                 for text in texts_of(record):  # a row with half a surrogate pair is refused later, with the line
@@ -274,9 +283,9 @@ class Preparation:
         workers = _num_useful_workers(source_files) if self.num_workers is None else self.num_workers
         encoder = None
         if tokenizer is not None:
-            byte_count_scope: ByteCountScope = (
-                "all" if source_files.is_evaluated else "held out" if source_files.eval_share else "none"
-            )
+            byte_count_scope: ByteCountScope = "held out" if source_files.eval_share else "none"
+            if source_files.is_evaluated:
+                byte_count_scope = "all"
             encoder = Encoder(
                 tokenizer,
                 train_on_prompt,
@@ -286,17 +295,21 @@ class Preparation:
                 batch_encoder=picture_encoder,
                 ends=self.ends,
             )
-        streams, unread, roles = False, set[str](), set[str]()
+        streams = False
+        unread = set[str]()
+        roles = set[str]()
 
         def with_progress() -> Iterator[tuple[bool, Record]]:
             """Yield the records and report progress: characters so far relative to file bytes."""
             nonlocal streams
-            num_bytes, done, reported = max(source_files.num_bytes, 1), 0, 0
+            num_bytes = max(source_files.num_bytes, 1)
+            done = reported = 0
             for in_eval, _, record in source_files.records(bad, unread):
                 done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
                 done += picture_bytes(record)
                 if done - reported >= num_bytes / 100:
                     reported = done
+                    # A compressed file has more characters than bytes.
                     self.progress("tokenizing", min(done / num_bytes, 0.99))
                 streams |= isinstance(record, Ids) and record.stream
                 roles.update(untrained_roles(record))
@@ -366,6 +379,7 @@ def _encode_ids(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -
 
 def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
+    # Opening checks the sizes of the files, so a damaged folder is built again.
     train, held_out = (TokenStore(folder / name, meta[name]) for name in ("train", "eval"))
     lists = {key: tuple(meta.pop(key)) for key in ("bad", "unread", "roles")}
     return TokenizedData(**{**meta, **lists, "train": train, "eval": held_out})

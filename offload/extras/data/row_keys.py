@@ -62,6 +62,7 @@ def _is_one(value: Any) -> bool:
 def _is_not_bad(value: Any) -> bool:
     """Return False for false and for numbers up to 0. Another value, such as the name of a class, marks nothing."""
     value = typed(value)
+    # Decimal: pyarrow gives it for decimal columns.
     return not isinstance(value, int | float | Decimal) or value > 0
 
 
@@ -238,6 +239,7 @@ ROW_KEYS = (
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
 """Message keys with 1 or true for a trained message, 0 or false for an untrained one."""
+# axolotl trains parts of a message by `train_detail`; ms-swift weights its loss by `loss_scale`.
 _REFUSED_MARKS = {
     "train_detail": "a message is trained as a whole or not at all: split it into several messages",
     "loss_scale": "all trained tokens have the same weight: use 'weight' 0 or 1",
@@ -322,6 +324,7 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
     for key, value in marks.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadRow(f"{where}: {key!r} is {value!r:.40}; a message is trained (1, true) or not (0, false).")
+    # A row may have marks of several libraries. They must agree.
     if len(set(map(bool, marks.values()))) > 1:
         raise BadRow(f"{where} has marks for trained and for not trained at the same time: {marks}.")
     return bool(next(iter(marks.values()))) if marks else None
@@ -329,4 +332,5 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message for the chat template, without marks and null values."""
+    # A template may test a key for presence alone, and a table has every key in every message.
     return {key: value for key, value in message.items() if value is not None and key not in MARKS}

@@ -59,6 +59,7 @@ class SourceRows:
         held_out = Rows.over(tokens.eval, sequence_length, layout, pad_id, group)
         layouts = train, held_out
         if source_files.eval_share > 0 and not (train.num_rows and held_out.num_rows):
+            # Documents are held out by hash. Of few documents, one side may have got none.
             train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
         rows = cls(name, source_files, tokens, train, held_out, layouts)
         if not train.num_rows:
@@ -75,10 +76,14 @@ class SourceRows:
         """Return the reason why no row has a target, and the settings that change this."""
         files, tokens = self.source_files, self.tokens
         if not self.num_tokens:
-            without = tokens.num_empty or tokens.num_bad or tokens.train.num_documents or tokens.eval.num_documents
-            problem = "is empty" if not files.num_bytes else "has no text or tokens" if without else "has no rows"
+            has_rows = tokens.num_empty or tokens.num_bad or tokens.train.num_documents or tokens.eval.num_documents
+            if not files.num_bytes:
+                problem = "is empty"
+            else:
+                problem = "has no text or tokens" if has_rows else "has no rows"
             return f"{problem}. Give more data."
         length, layout = self.train.sequence_length, self.train.packing is True
+        # Each remedy is tried on the stores, so an error never names one without effect.
         stores = [tokens.train, tokens.eval]
         has_longer = any(self._has_target(store, max(store.num_tokens, 2), layout) for store in stores)
         may_unmask = not (files.has_pairs or train_on_prompt)
@@ -142,7 +147,9 @@ class SourceRows:
         """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.source_files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
-        kind = "pair" if files.has_pairs else "conversation" if files.has_chats else "document"
+        kind = "conversation" if files.has_chats else "document"
+        if files.has_pairs:
+            kind = "pair"
         in_files = f" ({counted(len(files.files), 'file')})" if len(files.files) > 1 else ""
         amount = f"{counted(num_documents, kind)}, {counted(self.num_tokens, 'token')}"
         return f"{self.format} of {files.source}{in_files}: {amount}"
@@ -228,6 +235,7 @@ def _describe_format(data_format: str, container: str) -> str:
 def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
     """Hold out the last rows, for data with too few documents to split by document."""
     number = whole.num_rows // whole.group
+    # At least one row on each side. The last rows: the held-out part of a stream is in one place.
     num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
     num_train = (number - num_eval) * whole.group
     return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
@@ -240,6 +248,7 @@ def names_of(sources: Sequence[Source]) -> list[str]:
     """
     short = [_short_name(source.paths[0]) + (f"[{source.split}]" if source.split else "") for source in sources]
     whole = [str(source) for source in sources]
+    # Short names where they tell the sources apart.
     names = [one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)]
     seen: Counter[str] = Counter()
     for index, name in enumerate(names):

@@ -119,6 +119,7 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
     files: list[SourceFile] = []
     for path in source.paths:
         for file in _find(path, source, notes):
+            # The same file by a link or another spelling would be trained on twice.
             known = next((by_mark[mark] for mark in file.place.marks if mark in by_mark), None)
             if known is not None:
                 named_again.append(both_names(file, known))
@@ -145,10 +146,12 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
     local = Path(path).expanduser()
     if local.is_file():
         check_split(path, source.split, source.setting)
+        # The name without folders: the order and the split survive a move of the data.
         return [_file(LocalFile(local), local.name, source)]
     if local.is_dir():
         return _find_folder(path, local, source, notes)
     if glob.has_magic(path):
+        # Names count from the part without wildcards, so two folders may hold files of one name.
         base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), local.parts))
         matches = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
@@ -190,6 +193,7 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
         suffixes_read |= UNREAD_SUFFIXES  # refused by name, below
     paths = [each for each in inside if suffix_of(each) in suffixes_read]
     if not paths and source.format == "tokens":
+        # Tokens may also be rows with `input_ids`.
         suffixes_read = ROW_SUFFIXES
         paths = [each for each in inside if suffix_of(each) in suffixes_read]
     if not paths:
@@ -201,6 +205,7 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
         )
     if note := skipped_note(path, inside, suffixes_read):
         notes.append(note)
+    # A named format reads all files, so splits then need the setting `split`.
     chosen = (
         select_split(path, paths, source.split, source.setting) if source.format == "auto" or source.split else paths
     )
@@ -229,6 +234,7 @@ def _find_builtin(path: str, source: Source) -> list[SourceFile]:
     if source.format not in accepted[path]:
         raise ConfigError(f"data.format={source.format} cannot read {path}; use {' or '.join(accepted[path])}.")
     root = Path(sysconfig.get_paths()["stdlib"])
+    # _sysconfigdata holds the build options of this machine, not code.
     paths = [p for p in _walk(root, _STDLIB_LEFT_OUT) if p.suffix.lower() == ".py" and "_sysconfigdata" not in p.name]
     paths = [p for p in paths if p.stat().st_size]
     if not paths:
@@ -248,6 +254,7 @@ def _may_be_on_hub(path: str, source: Source) -> bool:
     if source.revision or source.name:
         return True
     known = suffix_of(PurePath(path)) in TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES | UNREAD_SUFFIXES
+    # A misspelt file name has a known ending or an existing folder, and should not become a request to the hub.
     return not known and bool(_HUB_NAME.fullmatch(path)) and not Path(path).parent.is_dir()
 
 
@@ -255,6 +262,7 @@ def _walk(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
     """Return all files in a folder except hidden ones, sorted."""
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
+        # In place: `os.walk` then skips the removed folders. Sorted, since the order of a disk is any.
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(files)
@@ -263,7 +271,7 @@ def _walk(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
 def _suffixes(data_format: str) -> frozenset[str]:
     if data_format == "auto":
         return TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES
-    return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else ROW_SUFFIXES
+    return {"text": TEXT_SUFFIXES, "tokens": TOKEN_SUFFIXES}.get(data_format, ROW_SUFFIXES)
 
 
 def _file(place: Place, name: str, source: Source) -> SourceFile:
@@ -309,6 +317,7 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
     `source_rows` holds out rows instead.
     """
     wanted = eval_share * sum(file.num_bytes for file in files)
+    # By hash, not by name: neighbouring files are often parts of one text.
     chosen, chosen_bytes = set(), 0
     for file in sorted(files, key=lambda file: (split_hash(file.name), file.name)):
         if chosen_bytes + file.num_bytes <= wanted:
@@ -326,5 +335,6 @@ def hash_files(files: Sequence[SourceFile]) -> str:
     field_values = [
         [(each.name, getattr(file, each.name)) for each in fields(file) if each.name not in LEFT_OUT] for file in files
     ]
+    # Remote files have no local path: the server's size, time and ETag stand for them.
     contents = [hash_paths(file.place.files) if whole and file.place.files else file.place.stamp for file in files]
     return hash_text(repr((field_values, contents)))

@@ -104,6 +104,7 @@ class RemoteFile:
     @property
     def marks(self) -> frozenset[Mark]:
         protocol, _, path = self.url.partition("://")
+        # Another source may name the file of a file:// URL by path.
         return LocalFile(Path(path)).marks if protocol in ("file", "local") else frozenset({self.url})
 
     @property
@@ -178,16 +179,20 @@ def first_bad_byte(place: Place) -> str:
 
     Decoder errors count from the last block, not from the file start.
     """
-    decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
+    num_lines = 1
     with open_decompressed(place) as stream:
         while True:
+            # Bytes of a character cut by the block before: the error counts them too.
             block, pending = stream.read(_BUFFER_BYTES), len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 num_lines += block.count(b"\n", 0, max(error.start - pending, 0))
                 return f"byte {num_bytes - pending + error.start}, line {num_lines}"
-            num_bytes, num_lines = num_bytes + len(block), num_lines + block.count(b"\n")
+            num_bytes += len(block)
+            num_lines += block.count(b"\n")
 
 
 def _decompressing_reader(place: Place, stream: BinaryIO) -> io.BufferedReader:
@@ -196,6 +201,7 @@ def _decompressing_reader(place: Place, stream: BinaryIO) -> io.BufferedReader:
         decompressing = typing.cast("io.RawIOBase", gzip.GzipFile(fileobj=stream))
     elif suffix == ".zst":
         arrow = library("pyarrow", f"{place}, a .zst file,")
+        # pyarrow is there for parquet anyway, so .zst needs no further library.
         decompressing = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), "zstd")
     elif isinstance(stream, io.BufferedReader):
         return stream
@@ -243,6 +249,7 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
             f"{setting}: {folder} was written by save_to_disk, but cannot be loaded: {describe(error)}. Save it again."
         ) from error
     rows, split_name = _split_of(loaded, split, str(folder), setting)
+    # Only the files of this split: a change of another one does not prepare the data anew.
     inside = folder / split_name if isinstance(loaded, dict) else folder
     files = [LocalFile(path) for path in sorted(inside.rglob("*")) if path.is_file()]
     stamp, num_bytes = "\0".join(file.stamp for file in files), sum(file.num_bytes for file in files)
@@ -282,6 +289,7 @@ def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple
     """Return the rows and the name of one split. Raises ConfigError for an ambiguous or absent split."""
     if not isinstance(loaded, dict):
         loaded_split = str(loaded.split or "")
+        # A slice, for example train[:10%], has another name in the loaded data.
         if split is not None and loaded_split not in ("", split) and "[" not in split:
             raise ConfigError(
                 f"{setting}: {where} holds the split {loaded_split!r}, but the split {split!r} is requested."

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -41,6 +41,7 @@ class TokenStore:
         self.num_tokens: int = meta["num_tokens"]
         self.num_documents: int = meta["num_documents"]
         self.content_hash: str = meta["content_hash"]
+        # Mapped: ranks of one machine share the pages, and data larger than memory are read as needed.
         self.tokens = _open(folder / "tokens.npy", self.num_tokens)
         self.documents = _open(folder / "documents.npy", self.num_documents + 1)
         self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
@@ -50,6 +51,7 @@ class TokenStore:
 
     def unmasked(self) -> TokenStore:
         """Return the store with all tokens trained."""
+        # The mapped arrays are shared.
         whole = copy.copy(self)
         whole.trained = None
         return whole
@@ -95,9 +97,11 @@ class TokenWriter:
         """
         folder.mkdir()
         self._folder = folder
+        # Half the bytes wherever the vocabulary permits.
         self._tokens = _Column(folder / "tokens.npy", np.dtype(np.uint16 if vocab_size <= 65536 else np.uint32))
         self._documents = _Column(folder / "documents.npy", np.dtype(np.int64))
         self._trained = _Column(folder / "trained.npy", np.dtype(np.bool_)) if masked else None
+        # Written until the first text without counts, then dropped.
         self._bytes: _Column | None = _Column(folder / "bytes.npy", np.dtype(np.uint32))
         self._documents.append(np.zeros(1))
         self._all_trained = True
@@ -137,6 +141,7 @@ class TokenWriter:
         digests = [self._tokens.finish(), self._documents.finish()]
         if self._trained is not None:
             digest = self._trained.finish()
+            # A mask of ones is dropped: the same tokens without a mask have the same hash.
             if masked:
                 digests.append(digest)
             else:
@@ -161,12 +166,13 @@ class _PictureWriter:
     """Appends document texts and pictures."""
 
     def __init__(self, folder: Path) -> None:
-        self._lines, self._data = (
-            _Column(folder / name, np.dtype(np.uint8)) for name in ("pictured.npy", "pictures.npy")
-        )
+        self._lines = _Column(folder / "pictured.npy", np.dtype(np.uint8))
+        self._data = _Column(folder / "pictures.npy", np.dtype(np.uint8))
         self._starts = _Column(folder / "lines.npy", np.dtype(np.int64))
         self._starts.append(np.zeros(1))
-        self._digest, self._one_each = xxhash.xxh3_128(), True
+        # Not the digests of the columns: these hold paths, and a moved folder has the same data.
+        self._digest = xxhash.xxh3_128()
+        self._one_each = True
 
     def append(self, document: PictureDocument) -> None:
         pictures = []
@@ -194,11 +200,12 @@ class _Column:
     """One .npy file with unknown length. `finish` rewrites the header."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.path, self._dtype = path, dtype
+        self.path = path
+        self._dtype = dtype
         self._stream: BinaryIO = path.open("wb")
         self._digest = xxhash.xxh3_128()
         self.num_items = 0
-        self._write_header()
+        self._write_header()  # room for the final one
 
     def append(self, items: np.ndarray) -> None:
         data = np.ascontiguousarray(items, self._dtype)
@@ -207,6 +214,7 @@ class _Column:
         self.num_items += len(data)
 
     def finish(self) -> str:
+        # The length is known only now. The header has the same size for any length.
         self._stream.seek(0)
         self._write_header()
         self._stream.close()
@@ -219,7 +227,8 @@ class _Column:
 
 
 def _open(path: Path, num_items: int) -> np.ndarray:
-    array = np.asarray(np.load(path, mmap_mode="r" if num_items else None))  # an empty array cannot be mapped
+    mode: Literal["r"] | None = "r" if num_items else None  # an empty array cannot be mapped
+    array = np.asarray(np.load(path, mmap_mode=mode))
     if array.shape != (num_items,):
         raise ValueError(f"{path} holds {array.shape} items instead of {num_items}")
     return array

@@ -45,7 +45,9 @@ def write_rows(rows: Any, name: str) -> str:
     if isinstance(rows, str | Path):
         return str(rows)
     folder = default_cache_dir() / "given"
-    temporary, digest, number = folder / f".{secrets.token_hex(8)}", xxhash.xxh3_128(), 0
+    temporary = folder / f".{secrets.token_hex(8)}"  # the final name, the hash, is known at the end
+    digest = xxhash.xxh3_128()
+    number = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:
@@ -92,6 +94,7 @@ def _line(row: Any, where: str) -> bytes:
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where} is a {type(row).__name__}; it should be a text, or a mapping with a format's keys.")
     try:
+        # NaN is no JSON: other readers of the file would refuse it.
         return json.dumps(dict(row), default=_as_list, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where} cannot be written as JSON: {error}.") from None
@@ -135,6 +138,7 @@ class FileRows:
         num_rows = vocab_size(architecture)
         path = config.data.tokenizer or _model_tokenizer(config)
         is_given = config.data.tokenizer is not None
+        # The tokenizer loaded here is kept for the data: a large one takes seconds.
         needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
         architecture.get_text_config().vocab_size = needed
         return needed > num_rows
@@ -156,6 +160,7 @@ class FileRows:
         folder = _model_folder(config)
         # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
         spare = 1 if model_kind.name == "masked" and FileRows.trains_tokenizer(config) else 0
+        no_answers = _NO_ANSWERS if model_kind.name == "seq2seq" else ""
         dataset = build_dataset(
             sources=_sources(data, data.sources, "data.sources")
             or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
@@ -178,7 +183,7 @@ class FileRows:
             seed=config.run.seed,
             num_workers=data.num_workers,
             no_pictures=_no_pictures(config, model_kind),
-            no_answers=_NO_ANSWERS if model_kind.name == "seq2seq" else "",
+            no_answers=no_answers,
             progress=progress,
         )
         size = config.train.micro_batch_size
@@ -235,6 +240,7 @@ def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
 def _grouped(config: Config) -> bool:
     """Return whether unpacked rows are batched by length."""
     by_length = config.data.group_by_length
+    # Compiled blocks make a graph for each width of a batch.
     return config.train.compile != "always" if by_length == "auto" else by_length
 
 

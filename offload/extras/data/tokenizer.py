@@ -42,6 +42,7 @@ def tokenizer_folder(model_path: str | None) -> str | None:
     if model_path is None:
         return None
     folder = folder_of(model_path)
+    # A name on the hub: the library knows about the tokenizer.
     if not folder.is_dir():
         return model_path
     return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
@@ -97,6 +98,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except Exception as error:  # transformers raises many exception types for a folder without a tokenizer
+        # The most frequent cause has a separate error: pointers of git-lfs, never fetched.
         refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
@@ -111,6 +113,7 @@ def end_token_ids(tokenizer: Any, model_ids: int | list[int] | None) -> list[int
     A config older than the tokenizer may list ordinary tokens.
     """
     ids = model_ids if isinstance(model_ids, list) else [model_ids]
+    # An ordinary token as an end would cut texts in the middle.
     candidates = [tokenizer.eos_token_id, *(each for each in ids if each in tokenizer.added_tokens_decoder)]
     return list(dict.fromkeys(each for each in candidates if each is not None))
 
@@ -154,6 +157,7 @@ def grown_vocabulary(tokenizer: Any, vocab_size: int, is_configured: bool) -> in
     """
     beyond = _ids_beyond(tokenizer, vocab_size)
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    # Words of the vocabulary itself lie beyond the rows.
     if any(index not in added for index in beyond):
         return vocab_size
     needs = any(
@@ -186,6 +190,7 @@ def hash_tokenizer(tokenizer: Any) -> str:
     for name, data in as_files(tokenizer).items():
         content: Any = data
         if name.endswith("_config.json") and isinstance(settings := json.loads(data), dict):
+            # Items about the place of the files are left out: a moved folder has the same tokenizer.
             content = sorted((key, repr(value)) for key, value in settings.items() if key not in LEFT_OUT)
         contents.append((name, content))
     return hash_text(repr((contents, class_hash({type(tokenizer)}), versions())))
@@ -246,11 +251,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     bpe = Tokenizer(models.BPE() if all_bytes else models.BPE(unk_token=UNKNOWN))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    # With all bytes in the vocabulary, also those absent from the sample, any text can be encoded.
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if all_bytes else []
+    alphabet_size = 256 if all_bytes else vocab_size - len(special)
+    unknown = None if all_bytes else UNKNOWN
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if all_bytes else [],
-        limit_alphabet=256 if all_bytes else vocab_size - len(special),
+        initial_alphabet=alphabet,
+        limit_alphabet=alphabet_size,
         show_progress=False,
     )
     bpe.train_from_iterator(_first_chars(texts), trainer)
@@ -260,7 +269,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        unk_token=None if all_bytes else UNKNOWN,
+        unk_token=unknown,
         additional_special_tokens=list(ROLE_MARKERS),
         chat_template=BUILTIN_TEMPLATE,
         clean_up_tokenization_spaces=False,

@@ -169,7 +169,9 @@ class DataView:
         num_samples = min(num_samples, num_steps * data.batch_size // data.group or num_samples) * data.group
         sources = tuple(_source(rows, data, targets) for rows in data.sources)
         quotas = data.quotas
+        # Weighted by quota, the share in an epoch.
         padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
+        # Batches by length have no fixed width, so their padding is counted on actual batches.
         if data.batching.by_length:
             sources, padding = _as_batched(sources, data)
         samples: list[Sample] = []
@@ -213,6 +215,7 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config.check_source()
     config.check_ranks(num_ranks)
     has_accelerator = own_accelerator(config.offload.device) is not None
+    # As in a run, so the view shows the rows of the run. Weights are not read here.
     config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
     data = FileRows.build(
@@ -258,6 +261,7 @@ def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -
     layout, length = data.train.packing, data.sequence_length
     if padding < _WORTH_A_CHANGE or layout is True or data.batching.by_length:
         return None
+    # Every n-th document: packing by best fit takes time for each piece.
     samples = [each.document_lengths[:: len(each.document_lengths) // _MOST_SAMPLED + 1] for each in data.sources]
     weights = [quota / each.train.num_rows for each, quota in zip(data.sources, data.quotas, strict=True)]
     longest = max(int(each.max()) for each in samples)
@@ -269,6 +273,7 @@ def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -
         if cuts_more or rows.sum() < data.batch_size:
             continue
         tokens = np.asarray([np.minimum(each, other).sum() for each in samples])
+        # Rounded, so the shorter of two almost equal lengths wins.
         found.append((round(1 - float((tokens * weights).sum() / (other * (rows * weights).sum())), 2), other))
     share, best = min(found, default=(1.0, length))
     return BetterLength(best, share) if share <= padding / 2 else None
@@ -337,7 +342,9 @@ def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> lis
     """Return the first rows in a step."""
     ids, trained = (each.numpy() for each in targets.tokens_and_targets(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]
-    owners, lengths, samples = data.owners(rows), data.train.lengths(rows), []
+    owners = data.owners(rows)
+    lengths = data.train.lengths(rows)
+    samples = []
     picture_documents = data.train.picture_documents(rows)
     for index, borders in enumerate(data.train.document_starts(rows)):
         kind_indices = np.where(trained[index], 1, 0)
@@ -355,6 +362,7 @@ def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> lis
 def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: np.ndarray) -> list[Piece]:
     """Cut a row [tokens] where the kind changes, at special tokens, and at document starts."""
     special = np.isin(ids, _special(tokenizer)) | (ids >= _num_tokens(tokenizer))
+    # Twice the kind plus one for special: the number changes wherever one of both does.
     changes = np.flatnonzero(np.diff(2 * kind_indices + (special & (kind_indices < 2)))) + 1
     cuts = np.unique(np.concatenate([[0], changes, borders, [len(ids)]]))
     pieces = []

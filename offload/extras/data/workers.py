@@ -41,6 +41,7 @@ def encode_ahead(encoder: BatchEncoder[Batch, Output], batches: Iterable[Batch],
     errors of `encoder`, and ConfigError if a process ends.
     """
     with ExitStack() as stack:
+        # A thread for each worker takes any free one, so a slow batch delays no other.
         workers: queue.SimpleQueue[BatchEncoder[Batch, Output]] = queue.SimpleQueue()
         for _ in range(num_workers):
             workers.put(stack.enter_context(_Worker(encoder)))
@@ -55,10 +56,12 @@ def encode_ahead(encoder: BatchEncoder[Batch, Output], batches: Iterable[Batch],
                 workers.put(worker)
 
         threads = ThreadPoolExecutor(max(num_workers, 1), "tokenizing")
+        # Threads with workers need no wait: the worker's end ends their read.
         stack.callback(threads.shutdown, wait=not num_workers, cancel_futures=True)
         pending: deque[Future[Output]] = deque()
         for batch in batches:
             pending.append(threads.submit(encode_batch, batch))
+            # One batch more than in progress: a worker never waits for the next one.
             if len(pending) > max(num_workers, 1):
                 yield pending.popleft().result()
         while pending:
@@ -69,6 +72,7 @@ class _Worker:
     """A process with a separate encoder."""
 
     def __init__(self, encoder: BatchEncoder[Any, Any]) -> None:
+        # One core each: the processes are the parallelism.
         worker_settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "offload.extras.data.workers"],
@@ -117,7 +121,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent process handles these and ends this one
         signal.signal(number, signal.SIG_IGN)
     results = os.fdopen(os.dup(1), "wb")
+    # Results have their own descriptor: a print of a library must not come between them.
     os.dup2(2, 1)
+    # Nobody may read stderr any more, and a write there must not end the process.
     make_output_last()
     encoder: Any = None
     while True:
