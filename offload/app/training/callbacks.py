@@ -77,8 +77,13 @@ class Callbacks:
         if not isinstance(callbacks, Sequence):
             raise ConfigError(f"callbacks is a {type(callbacks).__name__}; it should be a list of callbacks.")
         self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
-        self.control, self._state, self._more = TrainControl(), TrainState(), dict[str, Any]()
-        self._num_rows = self._batch_size = 1
+        # Passed to each event.
+        self.control = TrainControl()
+        self._state = TrainState()
+        self._more = dict[str, Any]()
+        # For the epoch, known once the data are read.
+        self._num_rows = 1
+        self._batch_size = 1
         for each in self._callbacks:
             for name in dir(each):
                 if not name.startswith("on_") or name in EVENTS or not callable(getattr(each, name)):
@@ -98,8 +103,10 @@ class Callbacks:
             is_world_process_zero=comm.rank == 0,
             is_local_process_zero=comm.local_rank == 0,
         )
-        self._config, self._progress = config, progress
-        self._num_rows, self._batch_size = run.data.num_train_rows, run.data.batch_size
+        self._config = config
+        self._progress = progress
+        self._num_rows = run.data.num_train_rows
+        self._batch_size = run.data.batch_size
         self._more = {"model": run.engine.model, "engine": run.engine, "processing_class": run.data.tokenizer}
         for callback, state in zip(self._callbacks, (run.meta or {}).get("callbacks", ()), strict=False):
             if state is not None and hasattr(callback, "load_state_dict"):
@@ -112,12 +119,15 @@ class Callbacks:
         if not self._callbacks:
             return
         state, progress = self._state, self._progress
-        state.global_step, state.num_input_tokens_seen = progress.num_done, progress.num_tokens
+        state.global_step = progress.num_done
+        state.num_input_tokens_seen = progress.num_tokens
         state.epoch = progress.num_done * self._batch_size / self._num_rows
-        state.best_metric, state.best_global_step = progress.best.loss, progress.best.step
+        state.best_metric = progress.best.loss
+        state.best_global_step = progress.best.step
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is not None:
+                # A callback may return a control of its own, as in transformers.
                 self.control = method(self._config, state, self.control, **self._more, **more) or self.control
 
     def end_step(self, fields: Mapping[str, Any]) -> None:

@@ -60,20 +60,29 @@ class Saves:
         say: Callable[[str], None],
     ) -> None:
         """`progress`: initial position. `callbacks` receive an event per complete checkpoint. `say` prints a line."""
-        self._comm, self._section, self._say = comm, run.config.checkpoint, say
-        self._checkpoints, self._keeps = Checkpoints(folder.checkpoints), folder.keeps
-        self._needs, self._next_s = run.disk_needs, time.monotonic() + _AUTO_S
-        self._trainable, self._best_step, self._callbacks = run.trainable, progress.best.step, callbacks
+        self._comm = comm
+        self._section = run.config.checkpoint
+        self._needs = run.disk_needs
+        self._trainable = run.trainable
+        self._callbacks = callbacks
+        self._say = say
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        self._keeps = folder.keeps  # one rank for each disk
+        # Replaced by later checkpoints.
         self._hourly: int | None = None  # step of the last time-based checkpoint
+        self._best_step = progress.best.step
+        self._next_s = time.monotonic() + _AUTO_S
+        # Results: the last complete save, and the failure of the last one.
         self.last_step = None if run.meta is None else progress.num_done
-        self.failure: DiskError | None = None  # failure of the last save
-        self._failed_step: int | None = None
+        self.failure: DiskError | None = None
+        self._failed_step: int | None = None  # reported once: the end of a run tries the step again
         self._pending: _PendingSave | None = None
         self._stalled_s = 0.0  # seconds training waited for saves
 
     def take_stalled(self) -> dict[str, float]:
         """Return the seconds training waited for saves since the last call, as a metrics field. Empty: no wait."""
-        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        stalled_s = self._stalled_s
+        self._stalled_s = 0.0
         return {"checkpoint_seconds": stalled_s} if stalled_s else {}
 
     def begin(self) -> None:
@@ -90,6 +99,7 @@ class Saves:
     def is_time(self) -> bool:
         """True if `checkpoint.every` is "auto", a checkpoint is due, and the disk has enough space."""
         is_late = self._section.every == "auto" and time.monotonic() >= self._next_s
+        # A full disk would cost the export.
         return is_late and free_bytes(self._checkpoints.path.parent) >= self._needs.num_bytes
 
     @property
@@ -130,12 +140,14 @@ class Saves:
 
     def close(self) -> None:
         """Abort an unfinished save. Not collective."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.saving.abort()
 
     def _begin(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        is_hourly, self._next_s = self.is_time and self._section.keep is None, time.monotonic() + _AUTO_S
+        is_hourly = self.is_time and self._section.keep is None
+        self._next_s = time.monotonic() + _AUTO_S  # from any save on
         with self._counting_stall():
             begin = time.perf_counter()
             if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
@@ -158,7 +170,8 @@ class Saves:
                 pending.saving.finish()
                 with share_failure(self._comm, "keeping of checkpoints"):
                     if self._keeps:
-                        keep, every, previous = self._section.keep, self._section.every, self._best_step
+                        keep, every = self._section.keep, self._section.every
+                        previous = self._best_step
                         self._checkpoints.register(pending.path, keep, pending.best_step)
                         is_regular = keep is not None or (isinstance(every, int) and (previous or 0) % every == 0)
                         # Replaced: the last time-based checkpoint, and the previous best one if saved only for that.
@@ -169,7 +182,9 @@ class Saves:
                         self._best_step = pending.best_step
         finally:
             self._pending = None
-        self.last_step, self.failure, end = pending.step, None, time.perf_counter()
+        self.last_step = pending.step
+        self.failure = None
+        end = time.perf_counter()
         stalled_s = pending.stalled_s + end - begin
         if self._comm.rank == 0:
             with suppress(OSError):
@@ -193,7 +208,8 @@ class Saves:
             work()
         except DiskError as error:
             is_reported = self._failed_step == step
-            self.failure, self._failed_step = error, step
+            self.failure = error
+            self._failed_step = step
             if self._section.on_error == "stop":
                 raise self.ending_error(step, error) from error
             if not is_reported:

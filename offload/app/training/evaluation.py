@@ -65,11 +65,18 @@ class Evaluations:
         tell: Tell,
     ) -> None:
         """`callbacks` receive an event per evaluation; `say` prints a line; `tell` shows the rows done."""
-        self._data, self._objective, self._train = run.data, run.objective, run.config.train
-        self._comm, self._records, self._progress, self._say = comm, records, progress, say
-        self._callbacks, self._tell = callbacks, tell
-        self._share = Share.of(run.config, comm)
+        self._data = run.data
+        self._objective = run.objective
+        self._train = run.config.train
         self._keeps_best = run.config.checkpoint.keep_best
+        self._comm = comm
+        self._share = Share.of(run.config, comm)
+        # Told of each evaluation.
+        self._records = records
+        self._progress = progress
+        self._callbacks = callbacks
+        self._say = say
+        self._tell = tell
 
     @property
     def is_due(self) -> bool:
@@ -88,6 +95,7 @@ class Evaluations:
         evaluations = [each for name in self._data.eval_sizes if (each := self._evaluate(engine, name)) is not None]
         if not evaluations:
             return {}
+        # The first source decides about the best step, whatever else is evaluated.
         progress.record_evaluation(evaluations[0].loss)
         self._records.mark("evaluation", begin, time.perf_counter())
         for each in evaluations:
@@ -114,17 +122,22 @@ class Evaluations:
 
     def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
         """Evaluate the first rows of a source. Collective."""
-        data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.num_rows
-        own = self._share
+        data, objective = self._data, self._objective
+        comm, own = self._comm, self._share
+        batch_size = self._train.num_rows
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.eval_sizes[name]
         num_done = num_rows if most is None else min(num_rows, most * batch_size)
-        num_counted, total, sums, tally = 0, 0.0, Counter[str](), Tally(num_done, "rows")
+        num_counted = 0
+        total = 0.0
+        sums = Counter[str]()
+        tally = Tally(num_done, "rows")
         self._tell(f"evaluating {name or 'held-out rows'}", tally)
         for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):
             batch = own.apply(objective, rows, index, min(batch_size, num_rows - index * batch_size))
             counted = objective.count(batch) if own.is_counted else 0
             (count,) = comm.sum_in_order([counted], "targets of the evaluation")
+            # Skip a batch without a target on any rank: the mean would be 0 / 0.
             if count:
                 num_counted += round(count)
                 total += float(engine.evaluate(batch, objective.loss)) * count

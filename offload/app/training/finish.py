@@ -36,8 +36,12 @@ class Export:
     """Export to the folder hf/ in the run folder, tokenizer included. The folder is complete or absent."""
 
     def __init__(self, folder: RunFolder, run: Run, say: Callable[[str], None]) -> None:
-        self.path, self._checkpoints, self._run, self._say = folder.hf, folder.checkpoints, run, say
-        self._trainable, self._precision = run.trainable, str(run.config.train.precision)
+        self.path = folder.hf
+        self._checkpoints = folder.checkpoints
+        self._run = run
+        self._trainable = run.trainable
+        self._precision = str(run.config.train.precision)
+        self._say = say
 
     def is_done(self, config: Config, comm: Comm, progress: RunProgress) -> bool:
         """Return, equal on all ranks, whether the folder holds the weights at the current step.
@@ -59,6 +63,7 @@ class Export:
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return its path. Collective. Raises DiskError."""
         if self._trainable.library:
+            # Before the write: the engine is closed when the export is loaded.
             self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trainable.base_bytes(engine.model)
         self._trainable.write(engine, self.path, self._run.files, self._run.build_base)
@@ -87,6 +92,7 @@ class Export:
             self._say(f"the export is not loaded again for a check, since {reason}.")
             return
         model, link = self._trainable.load(self.path, self._run.build_base), settings.link_weights
+        # The run computed with weights in the link format, and the export has the exact ones.
         in_link = using_link_weights(model, self._precision, link) if link != "exact" else nullcontext()
         with in_link, stages_in_memory(model, make_settings(self._run.config)):
             comparison = reload.check_logits(model, self._probe, self._precision)
@@ -181,6 +187,7 @@ def export_or_save(
                 raise common(DiskError(f"{failure} {saved_message}", failure.errno or 0, failure.path))
             say(f"the export failed. {saved_message}")
             raise failure
+        # In short sleeps, so a signal to give up is soon seen.
         until = time.monotonic() + _RETRY_S
         while time.monotonic() < until:
             leave_if_requested()

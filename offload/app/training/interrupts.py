@@ -32,10 +32,18 @@ class StopSignals:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = self._wants_save = False
-        self.name = ""
         self._say = say
-        self._waits = self._is_ignoring = self._is_agreed = self._is_announced = self._is_save_announced = False
+        # A stop: name of the signal, printed, known on all ranks.
+        self.requested = False
+        self.name = ""
+        self._is_announced = False
+        self._is_agreed = False
+        # A checkpoint on request.
+        self._wants_save = False
+        self._is_save_announced = False
+        # How a signal counts now.
+        self._waits = False
+        self._is_ignoring = False
         self._before: dict[int, Any] = {}
         self._last = (0, -math.inf)  # last signal and its time
 
@@ -74,7 +82,7 @@ class StopSignals:
 
     def take_save(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
-        wants, self._wants_save = self._wants_save, False
+        wants, self._wants_save = self._wants_save, False  # one line: a signal between two lines would be lost
         if wants and not self._is_save_announced:
             self._say(_SAVING)
         return wants

@@ -43,10 +43,14 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
         positions = torch.cat([torch.arange(len(each)) for each in documents]).view(2, -1)
         return last(torch.cat(documents[:3]), torch.cat(documents[3:]), position_ids=positions.to(device))
 
+    # Dropout would differ from row to row.
     model.eval()
     try:
         with torch.no_grad():
-            one, swapped, alone = in_row(a, b, c, d, e, f), in_row(b, a, c, d, e, f), last(c)
+            one = in_row(a, b, c, d, e, f)
+            swapped = in_row(b, a, c, d, e, f)
+            alone = last(c)
+            # Experts group the tokens of all rows: another row changes their rounding, and this is no fault.
             noise = max(float((one - in_row(a, b, c, *rest)).abs().max()) for rest in ((f, d, e), (e, f, d)))
     except (TypeError, ValueError, RuntimeError, IndexError) as error:  # no position argument, no restarted positions
         return f"the model does not accept positions that restart within a row ({' '.join(str(error).split())[:120]})"

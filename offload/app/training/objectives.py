@@ -84,6 +84,7 @@ class Objective:
         """Return all tokens in a step's batch as the model sees them, and the target mask. Both [rows, tokens]."""
         model_batch = self.apply(batch, step)
         targets = model_batch["labels"] != IGNORED
+        # The first token of a row has no context.
         targets[:, :1] = False
         return model_batch["input_ids"], targets
 
@@ -102,19 +103,23 @@ class MaskedTokens(Objective):
     takes_labels = False
 
     def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
-        self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
+        self._mask_id = mask_id
+        self._num_tokens = num_tokens
+        self._seed = seed
 
     def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
         ids = batch["input_ids"]
         shape = (num_rows or len(ids), ids.shape[1])
         own = slice(first_row, first_row + len(ids))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+        # Drawn for the rows of all ranks, so a row is masked alike on any number of them.
         draw = torch.rand(shape, generator=generator)[own]
         random_ids = torch.randint(self._num_tokens, shape, generator=generator)[own]
         chosen = draw < 0.15
         if "attention_mask" in batch:
             chosen &= batch["attention_mask"].bool()
         chosen &= (batch["labels"] != IGNORED).any(1, keepdim=True)  # empty row on a rank without data
+        # A batch without a target has no loss. Over ranks, others have targets.
         if not chosen.any() and len(ids) == shape[0]:
             chosen[:, 0] = True
         inputs = torch.where(chosen & (draw < 0.12), self._mask_id, ids)
@@ -142,6 +147,7 @@ class Continuation(Objective):
     takes_labels = False
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
+        # The same place in all rows, so both halves are tensors without padding of their own.
         half = batch["input_ids"].shape[1] // 2
         cut = {key: value[:, :half].contiguous() for key, value in batch.items() if key != "labels"}
         return {**cut, "labels": batch["labels"][:, half:].contiguous()}

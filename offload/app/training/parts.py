@@ -34,9 +34,13 @@ class MeasuredFill:
 
     def __init__(self, built: Any, num_ranks: int) -> None:
         """num_ranks: the ranks take turns at calling `fill`, so a rank sees only its own share of the calls."""
-        self._fill, self._num_ranks = built.fill, num_ranks
+        self._fill = built.fill
+        self._num_ranks = num_ranks
         self._left = {name: parameter.nbytes for name, parameter in built.model.named_parameters()}
-        self._total, self._num_done, self._num_current, self._name = sum(self._left.values()), 0, 0, ""
+        self._total = sum(self._left.values())
+        self._num_done = 0
+        self._num_current = 0  # of the module being taken
+        self._name = ""
 
     def __call__(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source] | None:
         self._num_done += self._num_current  # the engine calls again once the parameters are taken
@@ -139,6 +143,7 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
     groups = []
     for pattern, values in settings["groups"]:
         other = str(values.get("rule"))
+        # The rule of a group reads the settings of the section, and has no groups.
         rule = {"rule": RULES[other].configured({**settings, "groups": ()})} if other in RULES else {}
         groups.append((pattern, {**values, **rule}))
     return RULES[name].configured({**settings, "groups": tuple(groups)})

@@ -68,12 +68,14 @@ def document_share(config: Config, data: Task) -> float | None:
     """
     if config.model.attention != DOCUMENTS or not config.attends_documents:
         return None
-    squares = whole = num_rows = 0
+    squares = whole = 0
+    num_rows = 0
     with suppress(StopIteration):
         while num_rows < _MOST_ROWS:
             positions = data.batch(num_rows // data.batch_size)["position_ids"]
             is_start = torch.ones_like(positions, dtype=torch.bool)
             is_start[:, 1:] = positions.diff() != 1
+            # Over the end of a row: the next row begins with a start of its own.
             starts = is_start.flatten().nonzero().flatten()
             squares += int((torch.cat([starts, starts.new_tensor([positions.numel()])]).diff() ** 2).sum())
             whole += len(positions) * positions.shape[1] ** 2
@@ -140,6 +142,7 @@ def measure_network(comm: Comm) -> Network:
         full = torch.zeros(num_bytes * between.size, dtype=torch.uint8, device="cpu")
         best = float("inf")
         for _ in range(3):
+            # A late rank would count as time of the network.
             comm.barrier("measuring of the network")
             begin = time.perf_counter()
             between.all_gather(full, full[between.rank * num_bytes :][:num_bytes], "measuring of the network")

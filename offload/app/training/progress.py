@@ -27,11 +27,15 @@ class Best:
 
     def record(self, loss: float, step: int, min_delta: float) -> None:
         """Record an evaluation after a step. A NaN loss is never better."""
-        if loss < (math.inf if self.loss is None else self.loss):
-            self.loss, self.step = loss, step
+        lowest = math.inf if self.loss is None else self.loss
+        if loss < lowest:
+            self.loss = loss
+            self.step = step
         self.num_since += 1
-        if loss < (math.inf if self.mark is None else self.mark - min_delta):
-            self.mark, self.num_since = loss, 0
+        goal = math.inf if self.mark is None else self.mark - min_delta
+        if loss < goal:
+            self.mark = loss
+            self.num_since = 0
 
 
 class RunProgress:
@@ -46,25 +50,34 @@ class RunProgress:
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
         """`meta`: the `state_dict` stored in the checkpoint to resume from. None: a new run."""
         saved = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
-        self.num_done = self.first_step = int(saved["step"])
-        self.loss, self.eval_loss, self.num_coarse = saved["loss"], saved["eval_loss"], saved["num_coarse"]
+        self.first_step = int(saved["step"])
+        self.num_done = self.first_step
+        self.num_tokens = int(saved.get("tokens", 0))  # not in checkpoints of earlier versions, as others below
+        self.num_coarse = saved["num_coarse"]
+        self.loss = saved["loss"]
+        self.eval_loss = saved["eval_loss"]
         self.eval_step: int | None = saved.get("eval_step")
-        self.best, self.num_tokens = Best(**saved.get("best", {})), int(saved.get("tokens", 0))
+        self.best = Best(**saved.get("best", {}))
         self.last: Mapping[str, Any] = {}
         """metrics.jsonl fields for the last step in this process."""
-        self._train, self._before_s, self._started_s = train, saved["seconds"], time.monotonic()
+        self._train = train
+        self._before_s = saved["seconds"]
+        self._started_s = time.monotonic()
         self._preparation_s = 0.0
 
     def count_step(self, fields: Mapping[str, Any], result: StepResult) -> None:
         if self.num_done == self.first_step:  # the trials of the model come once
             self._preparation_s = max(0.0, fields["step_seconds"] - result.seconds)
         self.num_tokens = fields["tokens_seen"]
-        self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
+        self.num_done += 1
+        self.loss = fields["loss"]
+        self.last = fields
         self.num_coarse += result.coarse
 
     def record_evaluation(self, loss: float) -> None:
         """Record an evaluation after the last step."""
-        self.eval_step, self.eval_loss = self.num_done, loss
+        self.eval_step = self.num_done
+        self.eval_loss = loss
         self.best.record(loss, self.num_done, self._train.early_stopping_min_delta)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +101,8 @@ class RunProgress:
     @property
     def end_reason(self) -> str:
         """Return the reason to end before the last step. Empty: continue. At least one step is always made."""
-        limit, patience, best = self._train.max_seconds, self._train.early_stopping_patience, self.best
+        limit, patience = self._train.max_seconds, self._train.early_stopping_patience
+        best = self.best
         if patience is not None and best.num_since >= patience:
             lower = (
                 f"lower by {self._train.early_stopping_min_delta:g}"

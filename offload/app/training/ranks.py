@@ -79,7 +79,8 @@ class Notes:
     """
 
     def __init__(self, comm: Comm, show: Callable[[str], None]) -> None:
-        self._comm, self._show = comm, show
+        self._comm = comm
+        self._show = show
         self._new: list[str] = []
         self._seen: set[str] = set()
 
@@ -101,6 +102,7 @@ class Notes:
             for text in texts:
                 if text not in self._seen and rank == self._comm.rank != 0:
                     self._show(f"[rank {rank}] note: {text}")
+                # On all ranks: a later warning with this text is known.
                 self._seen.add(text)
 
 
@@ -132,7 +134,8 @@ class RankExit:
             error = InterruptedRun("interrupted; nothing was saved.")
         elif cause and cause["error"] in _CAUSES:
             error = _CAUSES[cause["error"]](str(error))
-        if not self._prints(error, int(cause["rank"]) if cause else None):
+        other_rank = int(cause["rank"]) if cause else None
+        if not self._prints(error, other_rank):
             leave_to_another_rank(error)
         # After a common error the others know, and may still be leaving the exchange with the report.
         comm.close(None if is_shared(comm, error) else error)
@@ -145,6 +148,7 @@ class RankExit:
         rank prints the error.
         """
         comm = self._comm
+        # A user may see the output of one machine alone.
         local_ranks = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
         is_of_all = is_shared(comm, error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
         if is_of_all or (cause is not None and cause not in local_ranks):

@@ -44,7 +44,9 @@ class Records:
 
     def __init__(self, folder: RunFolder | None = None, say: Callable[[str], None] = print) -> None:
         """`folder`: None on ranks other than 0. `say` receives logger failures."""
-        self._folder, self._say = folder, say
+        self._folder = folder
+        self._say = say
+        # Opened after the first step: an earlier failure leaves an empty folder.
         self._metrics: MetricsLog | None = None
         self._loggers: Loggers | None = None
         self._trace: Trace | None = None
@@ -142,6 +144,7 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     usage: dict[str, dict[str, Any]] = {}
     resting = engine.resting
     for where, name, num_bytes in engine.allocations:
+        # States used by the host alone rest in pageable memory.
         tier = "pinned" if where == HOST and engine.pins and name not in resting else where
         of_tier = usage.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
         of_tier["bytes"] += num_bytes
@@ -173,6 +176,7 @@ def describe_streaming(last: Mapping[str, Any], engine: Engine) -> list[str]:
     sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
     has_disk = last.get("nvme_read_bytes", 0) > 0
     host_bytes = sum(num_bytes for where, _, num_bytes in engine.allocations if where == HOST)
+    # Graphs on the host are a choice of the run, not states without room on the device.
     host_bytes -= last.get("graphs_on_host_bytes", 0)
     if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
         return []

@@ -95,13 +95,20 @@ class ResidentTrainer:
         frozen_weights: str = "exact",
         link_weights: str = "exact",
     ) -> None:
-        self.model, self.rule, self.device, self.lr = model, rule, device, rule.lr
-        self._update_devices, self._max_grad_norm, self._seed = update_devices, max_grad_norm, seed
-        self._skips, self._late_after, self._num_done = skips, late_after, 0
+        self.model = model
+        self.device = device
+        self.rule = rule
+        self.lr = rule.lr
+        self._update_devices = update_devices
+        self._max_grad_norm = max_grad_norm
+        self._seed = seed
+        self._skips = skips
+        self._late_after = late_after
+        self._num_done = 0
         self._infos = describe_parameters(model, rule, precision, frozen_weights, link_weights=link_weights)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
-                module.config.use_cache = False  # type: ignore[union-attr]
+                module.config.use_cache = False  # type: ignore[union-attr]  # as in the engine
         units = find_units(model, self._infos)
         self._blocks = [unit.module for unit in units if unit.is_block]
         if sums_by_unit:
@@ -111,7 +118,9 @@ class ResidentTrainer:
         by_name = dict(model.named_parameters())
         self._places = separate_ties(model) if precision == "bf16" else {name: [p] for name, p in by_name.items()}
         self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
-        self._steps, self._sums = [0] * len(self._infos), dict[int, torch.Tensor]()
+        self._steps = [0] * len(self._infos)
+        self._sums = dict[int, torch.Tensor]()
+        # The model computes with rounded masters from the first step on.
         for index in range(len(self._infos)):
             self._show(index)
 
@@ -163,7 +172,8 @@ class ResidentTrainer:
 
     def _update(self) -> float:
         """Clip and update with the gradient sums. Return their norm."""
-        sums, self._sums = self._sums, {}
+        sums = self._sums
+        self._sums = {}
         norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])
         is_late = self._late_after is not None and self._num_done >= self._late_after
         self._num_done += 1
@@ -188,6 +198,7 @@ class ResidentTrainer:
         info, part = self._infos[index], self.rule.parts[self._infos[index].rule]
         self._steps[index] += 1
         num_bytes = part.workspace_bytes(info.shape) if part.by_matrix else 0
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None
         by = UpdateStep(
             self._steps[index],
             self.lr * info.lr_scale,
@@ -195,8 +206,9 @@ class ResidentTrainer:
             scale,
             key=parameter_key(info.name, self._seed),
             shape=info.shape,
-            workspace=torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None,
+            workspace=workspace,
         )
+        # Once, after all sums: the engine rounds a gradient at this place too.
         rounded = gradient.bfloat16() if info.compute == "bf16" else gradient
         part.update(self._states[index], rounded.to(self._update_devices[info.name]), by)
 
@@ -206,6 +218,7 @@ class ResidentTrainer:
         master = self._states[index]["weights"]
         computed = as_computed(info, master)
         for parameter in self._places[info.name]:
+            # A copy: an fp32 master on the same device would change under the model.
             parameter.data = computed.to(self.device, copy=True).view(info.shape)
 
 
@@ -257,6 +270,7 @@ def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:
             if child is None:
                 continue
             if id(child) in seen and any(True for _ in child.parameters()):  # one module in two places
+                # The copy shares the parameters until they are separated below.
                 parent._modules[key] = copy.deepcopy(child, dict(shared))
             seen.add(id(child))
     places: dict[str, list[nn.Parameter]] = {name: [] for name in first_names.values()}

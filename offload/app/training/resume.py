@@ -55,10 +55,12 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
     folder = None
     try:
         with share_failure(comm, "opening of the run folder"):
+            # The cheapest checks come first: a missing package must not cost the reading of a model.
             check_loggers(config.run.report_to)
             if comm.rank == 0:
                 folder = RunFolder.open(config)
         path: Any = comm.from_rank(0, folder and folder.path, "run folder")
+        # A folder may be on a disk of each machine, or on a shared disk.
         keeper = keepers(comm, path)
         own = folder or RunFolder(path, keeps=keeper[comm.rank] == comm.rank)
         with share_failure(comm, "look for checkpoints"):
@@ -114,6 +116,7 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
             with Reader(folder, in_part=True) as reader:
                 meta = reader.meta["meta"] if "engine" in reader.meta else {}
         except CheckpointError as error:
+            # Skip a damaged checkpoint: the one before is better than none.
             skipped.append(str(error))
             continue
         if not {"step", "config", "data", "seconds"} <= meta.keys():
@@ -122,6 +125,7 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
                 "resume at. Resume by engine.load_checkpoint, or export it and set --model.path to the export."
             )
         resumed = config.resumed(meta["config"], str(folder))
+        # With the older ones: damage in the data shows only when the states are loaded.
         return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
     if folders or broken:
         raise no_intact_checkpoint([*broken, *folders], skipped)

@@ -35,11 +35,12 @@ class RunFolder:
 
     def __init__(self, path: Path, *, keeps: bool = True) -> None:
         """`keeps`: this process manages the folder on this disk."""
-        self.path, self.keeps = path, keeps
+        self.path = path
+        self.keeps = keeps
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / CHECKPOINTS
-        self._made: Sequence[Path] = ()
+        self._made: Sequence[Path] = ()  # removed again if the run leaves nothing
         self._lock = -1
 
     @classmethod
@@ -101,6 +102,7 @@ class RunFolder:
         while True:
             path = Path("runs") / (name if number == 1 else f"{name}-{number}")
             try:
+                # Without exist_ok: two runs at the same time get two numbers.
                 folder = cls(path)
                 folder._make()
                 folder._take()
@@ -140,6 +142,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml atomically."""
+        # A resumed run never finds half a file.
         new = self.path / "config.yaml.new"
         new.write_text(config.to_yaml(), encoding="utf-8")
         new.replace(self.path / "config.yaml")

@@ -163,6 +163,7 @@ class WholeModel(TrainablePart):
         """
         if self.reset_every and step and not step % self.reset_every:
             parameters = engine.model.named_parameters()
+            # Without states a parameter begins as in the first step.
             engine.load_moments({name: {} for name, parameter in parameters if parameter.requires_grad})
             yield f"step {step}  the optimizer states are reset"
 
@@ -197,7 +198,8 @@ TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
 def trainable_class(config: Config) -> type[TrainablePart]:
     if not config.lora.adapts:
         return TRAINABLE["whole"]
-    return TRAINABLE["restarts" if config.lora.restart_every else "adapter"]
+    name = "restarts" if config.lora.restart_every else "adapter"
+    return TRAINABLE[name]
 
 
 def load_architecture(start: ResumePoint) -> PreTrainedConfig:

@@ -98,12 +98,14 @@ class Trainer:
 
     def _run_over_ranks(self) -> TrainResult:
         self.config.check(may_go_on=True)
-        self._comm = comm = open_comm(self.config.offload.device)
+        comm = open_comm(self.config.offload.device)
+        self._comm = comm
         rank_exit = RankExit(comm)
         self._is_first = comm.rank == 0
         self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()
         self._notes = Notes(comm, self._say if self._is_first else print)
         with StopSignals(self._say) as self._stop:
+            # A lost rank ends this one too: a signal must not begin a save any more.
             comm.on_lost(lambda _error: self._stop.ignore())
             leaves_at_once = False
             try:
@@ -131,6 +133,7 @@ class Trainer:
 
     def _run(self) -> TrainResult:
         comm = self._comm
+        # Ranks with other settings would meet in other exchanges, and wait forever.
         comm.agree("the configuration", dict(self.config.items()))
         if text := describe_untested():
             self._say(f"note: {text}")
@@ -139,14 +142,18 @@ class Trainer:
         if self._is_first:
             self._records = Records(self._folder, self._say)
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
-        self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
+        self.config = run.config
+        self._objective = run.objective
+        self._trainable = run.trainable
         self._open_engine = run.engine
         self._progress.begin_step(run.engine.num_steps + 1, run.engine.amount)
         folders = () if run.meta is None else start.folders
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})
-        self._data, self._files = run.data, run.extra_files
-        self._forecast, self._misfit = run.forecast, run.misfit
+        self._data = run.data
+        self._files = run.extra_files
+        self._forecast = run.forecast
+        self._misfit = run.misfit
         self._notes.exchange()
         self._share = Share.of(self.config, comm)
         self._run_progress = RunProgress(run.meta, self.config.train)
@@ -158,6 +165,7 @@ class Trainer:
         with share_failure(comm, "look at the disk"):
             if self._is_first and self._run_progress.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._run_progress.num_done))
+        # From here on a signal saves: there are states, and a folder for them.
         self._stop.begin()
         self._callbacks.begin(run, self._run_progress)
         try:
@@ -194,13 +202,15 @@ class Trainer:
     # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        train, progress, evaluations = self.config.train, self._run_progress, self._evaluations
+        train = self.config.train
+        progress, evaluations = self._run_progress, self._evaluations
         evaluations.evaluate_missed(self._engine)
         for step in itertools.count(progress.num_done):
             if train.steps is not None and step >= train.steps:
                 if step == progress.first_step:
                     self._say(f"already at step {step} of {train.steps}; raise --train.steps to train on.")
                 return
+            # The time of a step includes the batch: slow data must show.
             begin = time.perf_counter()
             batch = self._next_batch(step)
             if batch is None:
@@ -225,6 +235,7 @@ class Trainer:
             self._callbacks.end_step(fields)
             if evaluations.is_due and not self._stop.is_agreed(self._comm):  # a stop saves first
                 fields |= evaluations.evaluate(self._engine)
+            # One line for a step and the evaluation after the step.
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
@@ -258,7 +269,9 @@ class Trainer:
         runs requested saves and evaluations first.
         """
         comm, control = self._comm, self._callbacks.control
+        # Before the exchange: a failure is one of the answers to the other ranks.
         batch, failure = next_share(self._data, self._objective, self._share, step, self.config.train.num_rows)
+        # One exchange for all questions: each costs a round trip between machines.
         votes = tally(
             comm,
             "what comes after a step",
@@ -311,7 +324,8 @@ class Trainer:
 
     def _finish(self, folder: RunFolder) -> TrainResult:
         """Save, evaluate, export, and check the export. After a stop signal: save and raise InterruptedRun."""
-        progress, comm, show = self._run_progress, self._comm, self._progress.show_activity
+        progress, comm = self._run_progress, self._comm
+        show = self._progress.show_activity
         show("completing the run")
         self._saves.settle()
         self._leave_if_requested(folder)
@@ -394,6 +408,7 @@ def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple
         raise ConfigError(
             f"config is a {type(config).__name__}; it should be a path, a mapping of settings, or a Config."
         )
+    # The caller's object must not change.
     config = config.model_copy(deep=True)
     user_model = None if model is None else ModelObject(model)
     if user_model is not None:
