@@ -81,8 +81,10 @@ class Checkpoints:
         with contextlib.suppress(DiskError):  # only informative, and never read here
             write_small(self.path / _LATEST, f"{new.name}\n")
         if keep is not None:
+            # The oldest first: a kill in between leaves the newest.
             for old in reversed(self.folders()[keep:]):
                 if old.name not in (new.name, f"step-{best}"):
+                    # A checkpoint too many is better than a failed run.
                     with contextlib.suppress(DiskError):
                         remove(old)
 
@@ -94,6 +96,7 @@ class Checkpoints:
         return [self._move(path, "aside") for path in above]
 
     def _move(self, folder: Path, suffix: str) -> Path:
+        # A random ending: a run may go back to the same step more than once.
         moved = folder.with_name(f"{folder.name}.{suffix}-{secrets.token_hex(4)}")
         with as_disk_errors("the renaming", folder):
             return folder.rename(moved)

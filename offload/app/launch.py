@@ -55,6 +55,7 @@ def launch(
     # torchrun would set 1. Like PyTorch, a rank takes a share of the cores, unless the user sets OMP_NUM_THREADS.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silences messages about connections closed at exit
+    # By this number a rank sees whether the launcher is dead already.
     os.environ[_LAUNCHER] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="offload-torchrun-") as folder:
         agent = _Agent(module, words, num_ranks, Path(folder))
@@ -132,6 +133,7 @@ class _Agent:
         self._thread.start()
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
+            # Looked at in each turn: ranks may start after the signal came.
             if self.received:
                 self._pass_on(psutil.Process().children())
             if self._wants_save:

@@ -156,10 +156,12 @@ def read_stored(
             main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
             model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
             recompute_buffers(model)
+            # No configuration has the ties cut at load, and the rules for names.
             apply_conversions(model, reader.meta["engine"]["conversions"])
         if "generation_config.json" in reader.attached:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         weights = StoredWeights(model, reader, dtype)
+        # From here on the weights own the reader.
         opened.pop_all()
     return model.eval(), weights
 
@@ -169,6 +171,7 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
     model, weights = read_stored(folder, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():
+            # Without values: the engine reads the states from the checkpoint.
             parameter.data = torch.empty(parameter.shape, dtype=weights.built_in(name))
     return model
 
@@ -216,6 +219,7 @@ def tokenizer_files(reader: Reader, others: Collection[str] = ()) -> dict[str, b
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
     """Raise ConfigError unless checkpoint and model have the same state names and shapes."""
     contents = without_moved(reader.contents)
+    # A tied parameter is stored under the first name alone.
     shared_ids = {id(state[name]) for name in contents if name in state}
     wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in shared_ids]
     for name, entry in contents.items():

@@ -37,6 +37,7 @@ def hash_paths(paths: Iterable[Path]) -> str:
             while block := stream.read(_BLOCK_BYTES):
                 digest.update(block)
                 num_bytes += len(block)
+        # With the length, the end of a file cannot pass for the begin of the next one.
         digest.update(f"\0{num_bytes}\0".encode())
     return digest.hexdigest()
 

@@ -128,6 +128,7 @@ def _ignore_late_signals() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         for handler in (lambda *_: None, signal.SIG_IGN):  # the first handler consumes a pending signal
+            # A pending signal interrupts the call itself, so repeat until the handler is set.
             while signal.getsignal(number) != handler:
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.signal(number, handler)
@@ -186,6 +187,7 @@ def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: 
     except SystemExit as left:
         if not left.code:
             raise
+        # tyro draws a box: the message first, advice below a line.
         lines = itertools.takewhile(lambda line: "────" not in line, box.getvalue().splitlines()[1:])
         text = " ".join(" ".join(line.strip("│ ") for line in lines).split()).rstrip(".")
         raise ConfigError(f"{text}; see --help.") from None

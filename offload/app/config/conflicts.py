@@ -29,6 +29,7 @@ def _without(key: str) -> Condition:
     return lambda rules, _: not set(_rules_with(key)) & set(rules)
 
 
+# Nobody would read a setting of another rule, and a user would expect an effect.
 _OF_SOME_RULES = {
     key: OptimizerSection.model_fields[key].default for settings in RULE_SETTINGS.values() for key in settings.keys
 }

@@ -51,10 +51,11 @@ def read_command(
     if words == ["--help"]:
         print(first_help(prog, description, own))
         raise SystemExit(0)
+    arguments = ["--help"] if words == ["--help-extra"] else words  # tyro's own help has all settings
     parsed: Any
     parsed, unknown = tyro.cli(
         _command_line(own),
-        args=["--help"] if words == ["--help-extra"] else words,
+        args=arguments,
         prog=prog,
         description=description,
         return_unknown_args=True,
@@ -110,6 +111,7 @@ def _whole_clauses(text: str, width: int) -> str:
 
     Several commas make a list, and a part of a list would look complete.
     """
+    # One comma separates clauses.
     ends = r"[,:;] | \(" if text.count(", ") == 1 else r"[:;] | \("
     places = [match.start() for match in re.finditer(ends, text) if _LEAST_CLAUSE <= match.start() < width]
     return f"{text[: places[-1]]}." if places else textwrap.shorten(text, width, placeholder=" ...")
@@ -126,6 +128,7 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
             return ["--help" if word == "-h" else word]
         if word.startswith("--"):
             key, *value = word.removeprefix("--").split("=", 1)
+            # Names of earlier versions go on to work.
             if (setting := key.replace("-", "_")) != current_name(setting):
                 word = "=".join([f"--{current_name(setting)}", *value])
         result.append(word)
@@ -202,6 +205,7 @@ def _command_line(own: _Own) -> type:
             argument = tyro.conf.arg(metavar=metavar, help=field.description, help_behavior_hint=hint)
             unset: Any = (_UNSET,) if many else _UNSET
             settings.append((key, Annotated[value_type, argument], dataclasses.field(default=unset)))
+        # A mirror with texts alone: pydantic checks the values, with the same errors as for a file.
         mirror = dataclasses.make_dataclass(name, settings)
         mirror.__doc__ = section.__doc__
         argument = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment

@@ -273,6 +273,7 @@ class Section(BaseModel):
         types = nested_types(cls.model_fields[str(info.field_name)].annotation)
         if type(None) in types and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
+        # YAML reads yes, no, on and off as booleans.
         if isinstance(value, bool) and not any(each is bool or each is value for each in types):
             raise ValueError("it cannot be true or false")
         return value

@@ -76,12 +76,14 @@ class DeferredInit(TorchFunctionMode):
             id(parameter): name for name, parameter in model.named_parameters() if only is None or id(parameter) in only
         }
         calls_by_id = {key: calls for key, calls in self._calls.items() if key in names}
-        self._calls, self._alive = {}, {}
+        self._calls = {}
+        self._alive = {}
 
         def fill(_name: str, module: nn.Module) -> None:
             for parameter in module.parameters():
                 pending = calls_by_id.pop(id(parameter), None)
                 if pending is not None:
+                    # By the name: the order of units and ranks must not change values.
                     digest = hashlib.sha256(f"{self._seed}:{names[id(parameter)]}".encode()).digest()
                     with _seeded_rng(int.from_bytes(digest[:8], "little") >> 1):
                         _replay(pending)
@@ -109,6 +111,7 @@ class DeferredInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _record(self, owner: nn.Parameter, target: torch.Tensor, name: str, call: RecordedCall) -> None:
+        # A constructor writes, then `_init_weights` writes again: the last one counts.
         if name in _REPLACING and target is owner:
             self._calls[id(owner)] = []
         self._alive[id(owner)] = owner

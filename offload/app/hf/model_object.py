@@ -33,6 +33,7 @@ class ModelObject:
                 "the model has a PEFT adapter in it already: set model.path to the folder of its base, and describe "
                 "the adapter by lora.rank, lora.config or lora.adapter."
             )
+        # Before any work: a wrong signature would show only in the first step, after the data are prepared.
         names = inspect.signature(self.model.forward).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
         missing = [name for name in ("input_ids", "labels") if name not in names]

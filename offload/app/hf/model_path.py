@@ -25,6 +25,7 @@ def find_model(name: str) -> Path:
     """
     path = Path(name).expanduser()
     if not path.exists():
+        # A name of two parts without an ending may be one of the hub.
         is_path = path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2
         if is_path or path.suffix in (".gguf", *_WEIGHTS):
             raise ConfigError(missing_message(name))

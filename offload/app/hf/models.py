@@ -132,6 +132,7 @@ def locate(section: ModelSection) -> Path | None:
     path = find_model(section.path)
     if path.exists():
         return path
+    # No pickled weights: folders often have them beside the safetensors, half of the download.
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
     is_online = _is_hub_reachable()
     try:
@@ -220,6 +221,7 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
     image_text_kind = ModelKind(
         "seq2seq" if config.is_encoder_decoder else "causal", transformers.AutoModelForImageTextToText
     )
+    # In order of preference: a family may have classes of several kinds.
     mappings = {
         ModelKind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
         ModelKind("masked", transformers.AutoModelForMaskedLM): tables.MODEL_FOR_MASKED_LM_MAPPING,
@@ -258,7 +260,10 @@ def to_scorer_config(config: PreTrainedConfig) -> PreTrainedConfig:
             f"{transformers.__version__} that scores texts (sequence classification); set --model.path to one that has."
         )
     config = copy.deepcopy(config)
-    config.architectures, config.num_labels, text = [scorer], 1, config.get_text_config()
+    config.architectures = [scorer]
+    config.num_labels = 1
+    text = config.get_text_config()
+    # A scorer finds the last token of a row by the padding.
     text.pad_token_id = text.pad_token_id or 0
     return config
 
@@ -299,7 +304,9 @@ def build_model(
     path = locate(section)
     config = config or load_model_config(section)
     pretrained = is_pretrained(section, path)
-    folder = None if path is None else path if path.is_dir() else path.parent
+    folder = path
+    if path is not None and not path.is_dir():
+        folder = path.parent  # of a config.json
     kind = model_kind(config)
     if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, if the configuration has none
@@ -407,6 +414,7 @@ def load_whole(
     try:
         model, info = load(dtype or "auto")
         if dtype is not None:
+            # Parameters as in the files: masters keep all their bits.
             replace_parameters(model, load("auto")[0])
     except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: any fault in a file
         raise ConfigError(f"the weights of {path} cannot be read: {_shorten_error(error)}") from error
@@ -421,6 +429,7 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
     """Raise ConfigError if the folder lacks base model parameters."""
     prefix = getattr(model, "base_model_prefix", "")
     has_head = bool(prefix) and hasattr(model, prefix)
+    # The folder of a base model has no head, and the model gets a new one.
     required = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
     if required:
         raise ConfigError(

@@ -52,11 +52,15 @@ class Conversion:
         `members`: tensor names, each with the matching pattern of `rule`. Raises ValueError if the tensors do not fit
         each other, CannotStream if the operations take unknown arguments.
         """
-        self._model, self._first, self._rule, self._members = model, first, rule, members
+        self._model = model
+        self._first = first  # transformers collects the members under this name
+        self._rule = rule
+        self._members = members
         self.sources = tuple(name for name, _ in members)
         self.is_identity = rule is None
         indices = range(len(members))
         try:
+            # On meta tensors, so a trial of all experts of a layer costs no memory.
             whole = self._convert(indices, (tensors[name] for name in self.sources))
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
@@ -73,12 +77,14 @@ class Conversion:
             (shape,) = self.outputs.values()
             (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
             self.is_stacked = (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
-        self.rows, self.is_cut = len(self._row_members) if self.is_stacked else 0, False
+        self.rows = len(self._row_members) if self.is_stacked else 0
+        self.is_cut = False
         if rule is not None and len(members) == 1 and _is_row_split(rule):
             rows = len(tensors[self.sources[0]])
             parts, key = list(self._convert((0,), [tensors[self.sources[0]][:1]])), list(whole)
             if len(key) == rows * len(parts) and key[::rows] == parts:
-                self.rows, self.is_cut = rows, True
+                self.rows = rows
+                self.is_cut = True
 
     @staticmethod
     def identity(name: str, shape: Shape) -> Conversion:
@@ -119,6 +125,7 @@ class Conversion:
         remaining = iter(tensors)
         if self._rule is None:
             return {self._first: next(remaining)}
+        # A rule collects tensors in itself, and one rule serves all layers.
         rule = deepcopy(self._rule)
         for index in indices:
             name, pattern = self._members[index]
@@ -151,8 +158,10 @@ def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Readi
         prefix = model.base_model_prefix
         groups: dict[str, list[tuple[str, str | None]]] = {}
         unexpected: dict[str, str] = {}
+        # transformers' order: experts are stacked by number.
         for name in sorted(tensors, key=loading.dot_natural_key):
             renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+            # Keep a fitting name, even if a pattern for older files matches.
             if renamed not in state and name in state:
                 renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
             if renamed in state:
@@ -184,6 +193,7 @@ def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple
     """
     loading, _ = _transformers_modules()
     try:
+        # transformers' own answer, for a comparison below.
         whole = loading.revert_weight_conversion(model, dict(tensors))
         rules = [rule.reverse_transform() for rule in reversed(_used_rules(model))]
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -372,6 +382,7 @@ def _find_row_members(rule: Any, members: Sequence[tuple[str, str | None]]) -> t
     members_by_pattern: dict[str | None, list[int]] = {}
     for index, (_, pattern) in enumerate(members):
         members_by_pattern.setdefault(pattern, []).append(index)
+    # For example gate and up: both must have all experts.
     if len({len(each) for each in members_by_pattern.values()}) != 1:
         return ()
     return tuple(zip(*members_by_pattern.values(), strict=True))

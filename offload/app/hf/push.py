@@ -32,7 +32,8 @@ class HubUpload:
                 "--push needs a token of the hub with the right to write, and there is none: run `hf auth login`, or "
                 "set HF_TOKEN."
             )
-        self._name, self._api = name, HfApi(endpoint=constants.ENDPOINT)
+        self._name = name
+        self._api = HfApi(endpoint=constants.ENDPOINT)
         try:
             made = self._api.create_repo(name, private=private or None, exist_ok=True)
         except Exception as error:

@@ -133,6 +133,7 @@ def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 def remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """Remove the quantization settings from a configuration, in place, and return the configuration."""
+    # A model with pictures has the settings in the configuration of the text.
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config

@@ -90,15 +90,18 @@ class FolderWeights:
 
         Raises ConfigError, DiskError, CannotStream.
         """
-        self._model, self._folder = model, folder
+        self._model = model
+        self._folder = folder
         self._files = open_folder(weight_files(folder), folder, None) if files is None else files
         state = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
-        self._sources, unexpected, shapes = find_sources(model, folder, self._files)
+        sources, unexpected, shapes = find_sources(model, folder, self._files)
+        self._sources = sources
         self._resolve_dtypes(state)
         grown = self._check_shapes(state, _embeddings(model) if grow else set())
         tied, untied = self._resolve_ties(state)
+        # Anew: a cut tie has made another parameter.
         state = model.state_dict(keep_vars=True)
         stored_ids = {id(state[name]) for name in self._sources}
         absent = {name for name, value in state.items() if id(value) not in stored_ids}
@@ -125,6 +128,7 @@ class FolderWeights:
         """Parameters stored quantized in the files, and their codecs."""
         self._initial: Callable[[str, nn.Module], None] | None = None
         if deferred is not None:
+            # Only for parameters missing in the files: forget all other recorded writes.
             self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
         elif absent & {name for name, _ in model.named_parameters()}:
             raise ConfigError(f"the weights in {folder} lack {', '.join(sorted(absent)[:3])}.")
@@ -226,6 +230,7 @@ class FolderWeights:
             if name not in state or other not in state or state[name] is not state[other]:
                 continue
             source, other_source = self._sources.get(name), self._sources.get(other)
+            # A fine-tune may have trained both apart, and the configuration still ties them.
             if source is None or other_source is None or are_equal(source, other_source):
                 tied[name] = other
                 if source is not None and other_source is not None:
@@ -327,7 +332,7 @@ def _embeddings(model: nn.Module) -> set[int]:
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
             modules.append(getattr(model, name)())
-        except (AttributeError, NotImplementedError):
+        except (AttributeError, NotImplementedError):  # some families raise for a missing head
             continue
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 

@@ -106,6 +106,7 @@ def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None
     if budget_bytes is not None and num_bytes > budget_bytes:
         return f"it needs {format_bytes(num_bytes)} of memory, and offload.host_memory is {format_bytes(budget_bytes)}"
     available = memory().get("available_bytes")
+    # Loading takes some memory beside the weights.
     if available is not None and num_bytes * 1.2 > available:
         return f"it needs {format_bytes(num_bytes)}, and {format_bytes(available)} of memory are free"
     return None

@@ -62,10 +62,11 @@ class MemorySource:
     values: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.dtype, self.shape = self.values.dtype, tuple(self.values.shape)
+        self.dtype = self.values.dtype
+        self.shape = tuple(self.values.shape)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        return self.values.reshape(-1)[begin:end].clone()
+        return self.values.reshape(-1)[begin:end].clone()  # the caller may change the values
 
     def reopen_files(self, reopen: ReopenFile) -> MemorySource:  # noqa: ARG002
         return self
@@ -154,6 +155,7 @@ class QuantizedStackedSource(StackedSource):
         if codec is None or others or not stacked.conversion.joins_rows:
             return None
         sizes = (math.prod(entry.shape) for each in weights for entry in each.entries.values())
+        # A record across two experts would mix them.
         is_whole = not any(size % codec.block for size in sizes)
         return cls(stacked.files, stacked.conversion, stacked.shape, stacked.dtype, codec) if is_whole else None
 
@@ -228,11 +230,13 @@ class ResidualSource:
     _cache: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype = self.base.shape, self.base.dtype
+        self.shape = self.base.shape
+        self.dtype = self.base.dtype
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         numel = math.prod(self.shape)
-        values, self._cache = self._cache, None
+        values = self._cache
+        self._cache = None
         if values is None:
             values = self.removed.subtract_from(self.base.read(0, numel).view(self.shape)).reshape(-1)
         if end < numel:

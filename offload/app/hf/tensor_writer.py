@@ -58,6 +58,8 @@ class TensorFileWriter:
     def write(self, name: str, read: ReadRange) -> None:
         """Write a whole tensor, piece by piece from `read`, converted to the entry dtype. Raises DiskError."""
         entry = self.entries[name]
+        # Hashed on the way: the check at the end compares the disk with what was meant, without a second read of the
+        # states.
         digest, step = xxhash.xxh3_128(), max(1, PIECE_BYTES // entry.dtype.itemsize)
         numel = math.prod(entry.shape)
         for begin in range(0, numel, step):
@@ -106,6 +108,7 @@ def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Aligned, as the format asks: readers map tensors in place.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     entries = {

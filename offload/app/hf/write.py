@@ -102,6 +102,7 @@ def write_model(
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
+    # The plan is complete by now: an impossible export leaves no folder.
     with export_folder(folder, replace) as temporary:
         for name, data in (files or {}).items():
             (temporary / name).write_bytes(data)
@@ -144,13 +145,14 @@ class _ExportPlan:
             metas[name] = torch.empty(value.shape, dtype=target, device="meta")
         if isinstance(model, transformers.PreTrainedModel):
             metas = drop_tied(model, metas)
-            self.groups, order = plan_writing(model, metas)
+            groups, order = plan_writing(model, metas)
         else:
             metas = {name: meta for name, meta in metas.items() if self.values[name][0] == name}
-            self.groups = [Conversion.identity(name, tuple(meta.shape)) for name, meta in metas.items()]
+            groups = [Conversion.identity(name, tuple(meta.shape)) for name, meta in metas.items()]
             order = list(metas)
-        dtypes = {name: metas[group.sources[0]].dtype for group in self.groups for name in group.outputs}
-        shapes = {name: shape for group in self.groups for name, shape in group.outputs.items()}
+        self.groups = groups
+        dtypes = {name: metas[group.sources[0]].dtype for group in groups for name in group.outputs}
+        shapes = {name: shape for group in groups for name, shape in group.outputs.items()}
         self.tensors = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in order}
         unknown = set(dtypes.values()) - set(DTYPES.values())
         if unknown:
@@ -177,6 +179,7 @@ def _write_weights(
     tally = Tally(sum(tensor.nbytes for tensor in plan.tensors.values()))
     tell("writing the weights", tally)
     with ExitStack() as stack:
+        # All files are open at once: transformers decides about the files, and the model about the order of reads.
         writers = [
             stack.enter_context(TensorFileWriter(folder / file, {name: layouts[name] for name in names}))
             for file, names in split.filename_to_tensors.items()
@@ -346,6 +349,7 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
         yield temporary
         for path in temporary.iterdir():
             sync_path(path)
+        # The name comes last: a power cut leaves a complete folder or none.
         sync_path(temporary)
         previous = None
         if replace:

@@ -51,7 +51,8 @@ class LastingStream:
 
 def make_output_last() -> None:
     """Make `sys.stdout` and `sys.stderr` lasting, up to the end of the process."""
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    sys.stdout = _lasting(sys.stdout, 1)
+    sys.stderr = _lasting(sys.stderr, 2)
 
 
 @contextmanager

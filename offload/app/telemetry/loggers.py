@@ -67,6 +67,7 @@ def _mlflow(folder: Path, _last_step: int, config: Mapping[str, Any]) -> tuple[L
 
     identity = _identity(folder)
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+    # Find the run by a tag: MLflow chooses the identifiers itself.
     runs = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
     run_options: dict[str, Any] = {"run_id": runs[0].info.run_id} if runs else {"tags": {"offload_run": identity}}
     mlflow.start_run(**({"run_name": folder.name} | run_options))
@@ -105,7 +106,8 @@ class Loggers:
         self, names: Sequence[str], folder: Path, last_step: int, config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
         """Open the trackers. folder: run folder. last_step: step the run resumes at. config: all settings by key."""
-        self._say, self._loggers = say, dict[str, tuple[Log, Close]]()
+        self._say = say
+        self._loggers = dict[str, tuple[Log, Close]]()
 
         def connect(name: str) -> None:
             self._loggers[name] = _TRACKERS[name](folder, last_step, config)
@@ -143,6 +145,7 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in numbers.items()
+        # Trackers have the step as the axis.
         if isinstance(value, int | float) and name != "train/step" and math.isfinite(value)
     }
 

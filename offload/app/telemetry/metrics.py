@@ -25,6 +25,7 @@ class MetricsLog:
         """Open the log. `last_step`: the resumed step; later lines are removed, since the steps run again."""
         if path.exists():
             _cut(path, last_step)
+        # Unbuffered: a killed process has left each line to the system.
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
@@ -32,6 +33,7 @@ class MetricsLog:
         self._waiting += json.dumps(_finite(fields)).encode() + b"\n"
         try:
             while self._waiting:
+                # A full disk may take a part of a line.
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             warn(
@@ -73,6 +75,7 @@ def _cut(path: Path, last_step: int) -> None:
                 kept.append(f"{line}\n")
         except (ValueError, TypeError, KeyError):
             continue
+    # A killed process leaves the old file or the new one.
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text("".join(kept), encoding="utf-8")
     sync_path(fresh)

@@ -92,10 +92,14 @@ class PlainProgress(Progress):
 
     def __init__(self, log_every: int, stream: TextIO, *, names_work: bool = True) -> None:
         """names_work: work before the first step has a line when it begins."""
-        self._log_every, self._stream, self._names_work = log_every, stream, names_work
-        self._began_s = self._last_line_s = time.monotonic()
+        self._log_every = log_every
+        self._stream = stream
+        self._names_work = names_work
+        self._began_s = time.monotonic()
+        self._last_line_s = self._began_s
         self._has_steps = False
         self._work: _Work | None = None
+        # A thread prints the lines: during a long exchange nobody calls this object.
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -116,6 +120,7 @@ class PlainProgress(Progress):
         now = time.monotonic()
         self._work = _Work(text, measure, now, now + line_after_s)
         if self._thread is None:
+            # A daemon thread: the process can end without `close`.
             self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
             self._thread.start()
 
@@ -133,7 +138,9 @@ class PlainProgress(Progress):
             self.say(f"{work.text} ... {amount}{' ' if amount else ''}(after {clock(now - self._began_s)})")
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
-        is_first, self._has_steps, self._work = not self._has_steps, True, None
+        is_first = not self._has_steps
+        self._has_steps = True
+        self._work = None
         is_due = time.monotonic() - self._last_line_s >= LINE_S
         if is_first or is_due or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
             self._last_line_s = time.monotonic()
@@ -170,6 +177,7 @@ class LiveProgress(Progress):
     def show_activity(self, text: str, measure: Measure = unmeasured) -> None:
         now = time.monotonic()
         self._show(_WorkLine(_Work(text, measure, now, now), self._step_line))
+        # At once: the work may not let the drawing thread run for a while.
         self._live.refresh()
 
     def begin_step(self, number: int, measure: Measure) -> None:
@@ -219,7 +227,9 @@ class _WorkLine:
     def __init__(self, work: _Work, step_line: Any) -> None:
         from rich.spinner import Spinner
 
-        self._work, self._step_line, self._spinner = work, step_line, Spinner("dots")
+        self._work = work
+        self._step_line = step_line
+        self._spinner = Spinner("dots")  # one object for all redraws, or the spinner would not turn
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -232,6 +242,7 @@ class _WorkLine:
     def _line(self, now: float) -> Any:
         from rich.progress_bar import ProgressBar
 
+        # Measured at each redraw: the work itself does not report.
         amount, seconds = self._work.measure(), now - self._work.began_s
         described = amount.describe(seconds) or clock(seconds)
         text = f"{self._work.text}: {described}"

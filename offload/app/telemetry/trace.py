@@ -51,7 +51,10 @@ class Trace:
     """
 
     def __init__(self, path: Path, lanes: Iterable[str], *, is_serial: bool) -> None:
-        self._path, self._lanes, self._is_serial = path, tuple(lanes), is_serial
+        self._path = path
+        self._lanes = tuple(lanes)
+        self._is_serial = is_serial
+        # Kept steps. All steps of a long run would not fit the memory, or a viewer.
         self._first: list[_Step] = []
         self._slowest: list[_Step] = []  # at most one
         self._last: deque[_Step] = deque()
@@ -71,10 +74,12 @@ class Trace:
             return
         self._last.append(traced)
         if len(self._last) > LAST_STEPS:
+            # Only steps that leave the last ones compete, so no step is kept twice.
             self._slowest = [max([*self._slowest, self._last.popleft()], key=lambda step: step.seconds)]
 
     def write(self) -> None:
         """Write the file atomically. Raises DiskError."""
+        # Renamed when complete: a reader never sees half a file.
         partial = self._path.with_name(f"{self._path.name}.partial")
         try:
             text = json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()})
