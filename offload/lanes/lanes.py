@@ -19,7 +19,8 @@ class InlineLane(Lane):
     """
 
     def __init__(self, name: str, lanes: Lanes) -> None:
-        self.name, self._lanes = name, lanes
+        self.name = name
+        self._lanes = lanes
 
     def submit(
         self,
@@ -90,28 +91,47 @@ class Lanes:
         waits).
         """
         self.timeline = Timeline(LANES)
-        self.overlap, self.abort = overlap, abort
+        self.overlap = overlap
+        self.abort = abort
         self.lock = threading.Lock()
+        """One for all lanes: a ticket finished on one lane starts work on another."""
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
-        self.h2d, self.d2h, self.collective = map(self._open, ("h2d", "d2h", "collective"))
-        self.network, self.update = map(self._open, ("network", "update"))
-        self.returning, self.decoding = self._open_returning(), self._open_decoding()
-        reads = ("fetch_read", "update_read", "activation_read")
-        self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
-        writes = ("update_write", "activation_write")
-        self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
+
+        # Weights to the device, gradients and activations to the host, exchanges with other ranks.
+        self.h2d = self._open("h2d")
+        self.d2h = self._open("d2h")
+        self.collective = self._open("collective")
+        self.network = self._open("network")
+        self.update = self._open("update")
+        self.returning = self._open_returning()
+        self.decoding = self._open_decoding()
+
+        # Disk lanes. Each reader has a lane of its own, so a fetch does not wait behind an update.
+        self.fetch_read = self._thread("fetch_read", "nvme_read")
+        self.update_read = self._thread("update_read", "nvme_read")
+        self.activation_read = self._thread("activation_read", "nvme_read")
+        self.update_write = self._thread("update_write", "nvme_write")
+        self.activation_write = self._thread("activation_write", "nvme_write")
+
+        # States on the device: work in the order of compute, so without a thread.
         self.on_compute: Lane = ComputeLane("compute", self)
         self.collective_on_compute: Lane = ComputeLane("compute", self)
         self.network_on_compute: Lane = ComputeLane("compute", self)
-        self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
+        update_up, update_on_device, update_down = self._open_device_updates()
+        self.update_up = update_up
+        self.update_on_device = update_on_device
+        self.update_down = update_down
+
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
-        # ordered along the path of a failure
+        """Lanes with writes to states: an error in one of them is a failed update."""
+        # Ordered along the path of a failure. Some names share a lane on a CPU, hence the dict.
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))
         copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h)
         exchanging = self.collective, self.network
         self._all = tuple(dict.fromkeys((*copying, *exchanging, self.decoding, self.activation_write, *self._updating)))
         self._closed_at = dict.fromkeys(self._all, 0)
+        """Position of each lane at the end of the last finished step, for `give_up`."""
 
     def _open(self, name: str) -> Lane:
         return self._thread(name, name) if self.overlap else self._inline(name)
@@ -128,7 +148,8 @@ class Lanes:
         return self._thread("update_up", "h2d"), self.update, self._thread("update_down", "d2h")
 
     def _thread(self, name: str, link: str) -> Lane:
-        abort = self.abort if name in ("collective", "network") else None
+        abort = self.abort if name in ("collective", "network") else None  # only there other ranks wait
+        # Returning activations share h2d here, and pass the fetches still waiting for slots.
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter, abort)
 
     def _inline(self, name: str) -> Lane:
@@ -173,7 +194,8 @@ class Lanes:
             self._await(tickets, users)
         finally:
             if late:
-                last, end = max(late, key=lambda ticket: ticket.end), time.perf_counter()
+                last = max(late, key=lambda ticket: ticket.end)
+                end = time.perf_counter()
                 worked = max(begin, min(last.begin or begin, end))
                 self.timeline.expose(last.delayed_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)

@@ -60,7 +60,9 @@ class StreamLane(ThreadLane):
 
     def __init__(self, name: str, lanes: StreamLanes, link: str) -> None:
         module = lanes.accelerator.module
-        self._lanes, self._stream = lanes, (stream := module.Stream(lanes.accelerator.device))
+        stream = module.Stream(lanes.accelerator.device)
+        self._lanes = lanes
+        self._stream = stream
 
         def enter() -> None:
             lanes.enter()
@@ -103,7 +105,7 @@ class StreamLane(ThreadLane):
         event = self._lanes.record_event(self._stream)
         work.ticket.event = event
         self._lanes.timed.append(StreamSpan(self._link.name, work.name, begin, work.ticket))
-        if self._link.throttle is not None:
+        if self._link.throttle is not None:  # work on a slow link ends after the real copy, never before
             event.synchronize()
 
 
@@ -117,9 +119,12 @@ class StreamLanes(Lanes):
     ) -> None:
         self.accelerator = accelerator
         self.timed: deque[StreamSpan] = deque()
+        """Work in the streams, not yet on the timeline: the events must fire first."""
         self._last_wait: tuple[Ticket, float] | None = None  # last ticket the host waited for, and the end time
         self.pool: list[torch.Event] = []
+        """Events for reuse: a step takes several for each unit, and the creation of one is a driver call."""
         self._last_shown: dict[str, float] = {}
+        """End of the last span on the timeline, by lane."""
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
 
     def _open(self, name: str) -> Lane:
@@ -172,7 +177,8 @@ class StreamLanes(Lanes):
                 late.append(ticket)  # noqa: PERF401 (a comprehension is a call)
         if not late:
             return
-        begin, stream = self.now(), self.accelerator.current_stream()
+        begin = self.now()
+        stream = self.accelerator.current_stream()
         for ticket in late:
             stream.wait_event(ticket.event)
         self.timed.append(StreamSpan(late[-1].lane, "", begin, self.now(), is_wait=True))
@@ -199,7 +205,8 @@ class StreamLanes(Lanes):
         """Move finished spans to the timeline and release their events. The last host wait of this step serves as the
         time reference. Without one, wait for compute.
         """
-        last_wait, self._last_wait = self._last_wait, None
+        last_wait = self._last_wait
+        self._last_wait = None
         if last_wait is None:
             now = self.now()
             if not now.event.query():

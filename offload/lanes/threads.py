@@ -18,8 +18,11 @@ from offload.lanes.ticket import Bell, CancelledError, Countdown, Lane, Run, Tic
 from offload.lanes.timeline import Throttle, Timeline
 
 _LONGEST_DELAY_S = 0.004
+"""Longest random wait before work, for tests of races."""
 _serving: set[weakref.ref[ThreadLane]] = set()
+"""Lanes with a thread. Weak: a lane leaves with the end of its thread."""
 _END_S = 10.0
+"""Longest wait for a thread when the interpreter exits."""
 
 
 @dataclass(eq=False)
@@ -85,14 +88,22 @@ class ThreadLane(Lane):
         """`enter` runs in the thread before the first work item and selects the GPU for this thread. If `enter` fails,
         the item fails too. The thread calls `abort` after failed work, and after work stopped by a failed ticket.
         """
-        self.name, self._overtakes, self._enter = name, overtakes, enter
-        self._lock, self._link, self._delays = lock, link, delays
+        self.name = name
+        self._overtakes = overtakes
+        self._link = link
+        self._delays = delays
+
+        # Shared with the lane thread.
+        self._lock = lock  # of all lanes: a finished ticket may start work on any of them
         self._queue: deque[Work] = deque()
+        """Work not yet finished, with the piece in progress: cancellation and `finish` look for both."""
         self._bell = Bell()
         self._is_idle = False  # True while the thread waits for work or is about to wait
         self._is_closed = False
+
         self._abort = abort
         self._failed_at = 0  # position of the failed work
+        self._enter = enter  # None after the first work item
         self._thread: threading.Thread | None = None  # started by the first submission
 
     def submit(
@@ -126,11 +137,11 @@ class ThreadLane(Lane):
         with self._lock:
             running = [work.ticket for work in self._queue if work.has_begun and work.ticket.position > since]
         wait_until_done(self._lock, running)
-        if self._failed_at > since:
+        if self._failed_at > since:  # an earlier failure belongs to a finished step and stays
             self.error, self._failed_at = None, 0
 
     def finish(self) -> None:
-        while self._queue:
+        while self._queue:  # again for work submitted meanwhile
             with self._lock:
                 tickets = [work.ticket for work in self._queue]
             wait_until_done(self._lock, tickets)
@@ -151,6 +162,7 @@ class ThreadLane(Lane):
 
     def join(self, patience_s: float | None = None) -> None:
         """Wait until the thread of an abandoned lane ends, at most `patience_s` (None: no limit)."""
+        # A finalizer may run in the lane thread itself, and a thread cannot join itself.
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_s)
 
@@ -166,7 +178,7 @@ class ThreadLane(Lane):
         while (work := self._take()) is not None:
             error = self._execute(work)
             if error is not None and self._abort is not None and not isinstance(error, CancelledError):
-                self._abort(error)
+                self._abort(error)  # other ranks wait for this exchange
             with self._lock:
                 self._queue.remove(work)
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
@@ -191,7 +203,7 @@ class ThreadLane(Lane):
     def _next(self) -> Work | None:
         """Return the first work item ready to begin: the queue head, or with `overtakes` any item."""
         for work in self._queue:
-            if not work.waits.left or self._is_cancelled(work):
+            if not work.waits.left or self._is_cancelled(work):  # cancelled work waits for nothing
                 return work
             if not self._overtakes:
                 break
@@ -204,12 +216,12 @@ class ThreadLane(Lane):
         if not work.has_begun:
             return _cancellation(work)
         for ticket in work.reads:
-            if ticket.error is not None:
+            if ticket.error is not None:  # the data is missing; the first cause is the error to show
                 return ticket.error
         try:
             if self._enter is not None:
                 self._enter()
-                self._enter = None
+                self._enter = None  # once a thread, but again after a failure
             tickets = (*work.reads, *work.users)
             is_late = self._link.throttle is not None and not all(ticket.is_over for ticket in tickets)
             for ticket in tickets:
@@ -243,7 +255,7 @@ class ThreadLane(Lane):
         last = max((*work.reads, *work.users), key=attrgetter("end"), default=None)
         ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
         with self._lock:
-            if last is not None and last.end == ready > link.free_at:
+            if last is not None and last.end == ready > link.free_at:  # not held up by the link or the submission
                 ticket.delayed_by = last.lane
             link.begin(ticket, ready, work.num_bytes)
         end = math.inf
@@ -266,10 +278,13 @@ class Link:
     """
 
     def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
-        self.name, self.throttle, self._timeline = name, throttle, timeline
+        self.name = name
+        self.throttle = throttle
+        self._timeline = timeline
         self._under_way: list[Ticket] = []
-        self._last_shown = self._last_end = 0.0
-        self.free_at = 0.0
+        self._last_shown = 0.0  # end of the last span on the timeline
+        self._last_end = 0.0  # end of the last finished work
+        self.free_at = 0.0  # when a throttled link can begin the next work
 
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
         """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
@@ -277,7 +292,8 @@ class Link:
             ticket.begin = ticket.end = time.perf_counter()
         else:
             begin = max(ready, self.free_at)
-            ticket.begin, ticket.end = begin, begin + self.throttle.seconds(num_bytes)
+            ticket.begin = begin
+            ticket.end = begin + self.throttle.seconds(num_bytes)
         self._under_way.append(ticket)
         self.free_at = max(self.free_at, ticket.end)
 
@@ -285,7 +301,8 @@ class Link:
         """Record the end of work: earlier than planned for cancelled work, later for slow work."""
         begin = max(self._last_shown, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
-        ticket.begin, ticket.end = min(ticket.begin, end), end
+        ticket.begin = min(ticket.begin, end)
+        ticket.end = end
         self._last_end = max(self._last_end, end)  # later work may have ended earlier
         self.free_at = max([self._last_end, *map(attrgetter("end"), self._under_way)])
         if ticket.event is None and begin <= end:  # events show GPU stream work

@@ -17,6 +17,7 @@ from typing import Any
 from offload.interrupts import interrupts
 
 _MANY = 16
+"""Number of readers of a fence above which finished ones are dropped."""
 
 
 class CancelledError(Exception):
@@ -43,8 +44,16 @@ class Ticket:
         event: Any = None,
         pool: Any = None,
     ) -> None:
-        self.lane, self.begin, self.end, self.is_done, self.event, self.pool = lane, begin, end, is_done, event, pool
-        self.delayed_by, self.position = lane, 0
+        self.lane = lane
+        self.delayed_by = lane
+        self.position = 0
+        # Times on the host.
+        self.begin = begin
+        self.end = end
+        # Completion: on the host, and in a GPU stream.
+        self.is_done = is_done
+        self.event = event
+        self.pool = pool
         self.error: BaseException | None = None
         self.watchers: list[Callable[[], None]] = []
 
@@ -164,7 +173,7 @@ class Bell:
 
     def __init__(self) -> None:
         self._silence = threading.Lock()
-        self._silence.acquire()
+        self._silence.acquire()  # held while nothing has rung
 
     def ring(self) -> None:
         """Wake the thread, now or at the next wait."""
@@ -184,7 +193,8 @@ class Countdown:
     __slots__ = ("_then", "left")
 
     def __init__(self, tickets: Iterable[Ticket], then: Callable[[], None]) -> None:
-        self._then, self.left = then, 0
+        self._then = then
+        self.left = 0
         for ticket in tickets:
             if not ticket.is_done:
                 ticket.watchers.append(self.tick)
@@ -199,7 +209,7 @@ class Countdown:
 
 def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
     """Block until all tickets are done or an interrupt comes. `lock`: the lock of the lanes that own the tickets."""
-    for ticket in tickets:
+    for ticket in tickets:  # mostly done already: no lock, no bell
         if not ticket.is_done:
             break
     else:
@@ -210,4 +220,4 @@ def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Tick
     with interrupts.wake_on_signal(bell.ring):
         while countdown.left:
             bell.wait()
-            interrupts.check()
+            interrupts.check()  # a Ctrl-C rings too: a wait is a safe point for the exception

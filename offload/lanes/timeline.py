@@ -47,7 +47,9 @@ class Timeline:
         self._lanes = tuple(lanes)
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._busy = dict.fromkeys(self._lanes, 0.0)
+        """Seconds of work, by lane. A sum of its own, because the oldest spans may be dropped."""
         self._exposed: dict[str, float] = {}
+        """Seconds in which compute waited, by lane."""
         self._begin = time.perf_counter()
 
     def add(self, lane: str, name: str, begin: float, end: float) -> None:
@@ -74,7 +76,8 @@ class Timeline:
         end = time.perf_counter()
         spans = list(self._spans)
         self._spans.clear()
-        busy, self._busy = self._busy, dict.fromkeys(self._lanes, 0.0)
+        busy = self._busy
+        self._busy = dict.fromkeys(self._lanes, 0.0)
         seconds = end - self._begin
         lanes = {lane: LaneTime(busy[lane], self._exposed.get(lane, 0.0)) for lane in self._lanes}
         waited = sum(self._exposed.values())

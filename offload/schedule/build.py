@@ -81,6 +81,7 @@ class SlotMemory:
         """
         leaving: tuple[int, ...] = ()
         if self.max_cargoes is not None and len(offsets) >= self.max_cargoes:
+            # One has to go wherever the new cargo lies: the one needed last.
             last = max(offsets, key=lambda other: next_use[other])
             if next_use[last] <= serves:
                 return None
@@ -95,6 +96,7 @@ class SlotMemory:
             if not 0 <= offset <= self.capacity - size:
                 continue
             over = tuple(c for begin, end, c in contents if begin < offset + size and offset < end)
+            # Latest next use first (Belady), then the old place, then the lowest.
             rank = (min((next_use[c] for c in over), default=math.inf), offset == home, -offset)
             if (not over or rank[0] > serves) and (best is None or rank > best[0]):
                 best = rank, over
@@ -122,12 +124,14 @@ def build(
     late: cargoes exempt from `fetches_next`, with an update after the pass.
     """
     calendar = _Calendar(uses, set(trained))
-    offsets, homes, not_yet = dict(valid_offsets), dict(homes), set(late)
-    end = 2 * len(uses) if fetches_next else len(uses)
+    offsets = dict(valid_offsets)
+    homes = dict(homes)
+    not_yet = set(late)
+    end = 2 * len(uses) if fetches_next else len(uses)  # times after the pass are uses of the next one
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []
-        ahead = {use.cargo if use.reads else 0}
+        ahead = {use.cargo if use.reads else 0}  # cargo 0 has no bytes
         for serves in range(now, end):
             cargo, _, reads = uses[serves % len(uses)]
             if not room.sizes[cargo] or not reads:
@@ -146,7 +150,7 @@ def build(
             next_use = {other: calendar.next_use(other, now) for other in offsets}
             placement = room.place(cargo, offsets, next_use, serves, homes.get(cargo))
             if placement is None:
-                break
+                break  # a later fetch may not take room from an earlier use
             offset, evicted = placement
             for other in evicted:
                 del offsets[other]
@@ -166,8 +170,10 @@ class _Calendar:
     def __init__(self, uses: Sequence[CargoUse], trained: set[int]) -> None:
         self._length = len(uses)
         self._times: dict[int, list[int]] = {}
+        """Times of the uses with weight reads, by cargo."""
         self._last = {use.cargo: time for time, use in enumerate(uses)}
         self._dying = {use.cargo for use in uses if use.backward and use.cargo in trained}
+        """Cargoes with an update after their last use: a copy from before is stale in the next pass."""
         for time, use in enumerate(uses):
             if use.reads:
                 self._times.setdefault(use.cargo, []).append(time)

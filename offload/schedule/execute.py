@@ -10,7 +10,9 @@ from offload.layout.regions import Region
 from offload.schedule.build import CargoUse, Schedule, SlotMemory, build
 from offload.tiers.slots import Slots
 
-_MOST_SCHEDULES, _MOST_PASS_KEYS = 256, 64
+# Limits for batches with ever new shapes.
+_MOST_SCHEDULES = 256
+_MOST_PASS_KEYS = 64
 
 
 def _family(pass_key: Hashable) -> Hashable:
@@ -31,15 +33,26 @@ class Executor:
     def __init__(
         self, slots: Slots, lookahead: int, max_cargoes: int | None, *, updates_at_end: Callable[[Region], bool]
     ) -> None:
-        self._slots, self._lookahead, self._max_cargoes = slots, lookahead, max_cargoes
+        self._slots = slots
+        self._lookahead = lookahead
+        self._max_cargoes = max_cargoes
         self._updates_at_end = updates_at_end
+
+        # Learned from passes.
         self._orders: dict[Hashable, list[CargoUse]] = {}
+        """Uses of the last pass, by kind and by family of kinds."""
         self._schedules: dict[tuple[object, ...], Schedule] = {}
+        """Schedules by kind and start state: passes mostly begin with the same device contents."""
         self._homes: dict[int, int] = {}
+        """Last offset by cargo. Unit parameters are views of one place and exist once a place."""
+
+        # The present pass.
         self._pass_key: Hashable = None
-        self._is_open = self._fetches_next = False
-        self._schedule: Schedule | None = None
-        self._next = self._entered = 0
+        self._is_open = False
+        self._fetches_next = False
+        self._schedule: Schedule | None = None  # None: fetches on demand
+        self._next = 0  # uses so far
+        self._entered = 0  # cargo of the present use
         self._recorded_uses: list[CargoUse] = []
         self.num_departures = 0
 
@@ -50,6 +63,7 @@ class Executor:
 
         With `fetches_next`, weights for the next pass can be fetched during this one.
         """
+        # Otherwise the first fetches for this very pass already run, since the end of the last one.
         if self._schedule is None or self._next or (pass_key, fetches_next) != (self._pass_key, self._fetches_next):
             self.begin_fetches(pass_key, fetches_next)
         self._pass_key, self._is_open = pass_key, True
@@ -93,7 +107,7 @@ class Executor:
             if len(self._orders) > _MOST_PASS_KEYS:  # batch shapes keep changing
                 self._orders.clear()
             self._orders[self._pass_key] = self._orders[_family(self._pass_key)] = self._recorded_uses
-            self._schedules.clear()
+            self._schedules.clear()  # made for the old order
         self._is_open, self._schedule = False, None
 
     def suppose(self, pass_key: Hashable, order: Iterable[Sequence[Region]]) -> None:
@@ -110,7 +124,9 @@ class Executor:
     def forget(self) -> None:
         """Reset to an empty device without an open pass."""
         self._slots.forget()
-        self._schedule, self._pass_key, self._is_open = None, None, False
+        self._schedule = None
+        self._pass_key = None
+        self._is_open = False
         self._recorded_uses = []
 
     def reset(self, keep_orders: bool = False) -> None:
@@ -143,13 +159,17 @@ class Executor:
 
         A fetch waits for the pending update of the cargo.
         """
-        self._pass_key, self._fetches_next, self._next, self._schedule = pass_key, fetches_next, 0, None
+        self._pass_key = pass_key
+        self._fetches_next = fetches_next
+        self._next = 0
+        self._schedule = None
         if len(self._schedules) > _MOST_SCHEDULES:
             self._schedules.clear()
         order = self._orders.get(pass_key) or self._orders.get(_family(pass_key))
         if order is None:
             return
-        valid_offsets, late = self._slots.valid_offsets(), self._with_any(self._updates_at_end)
+        valid_offsets = self._slots.valid_offsets()
+        late = self._with_any(self._updates_at_end)
         key = (
             pass_key,
             fetches_next,
@@ -175,7 +195,7 @@ class Executor:
         if self._next < len(self._schedule.uses):
             for fetch in self._schedule.before[self._next]:
                 self._homes[fetch.cargo] = fetch.offset
-                is_ahead = not self._is_open or fetch.serves >= len(self._schedule.uses)
+                is_ahead = not self._is_open or fetch.serves >= len(self._schedule.uses)  # counts for the next step
                 self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts, is_ahead)
 
     def _room(self) -> SlotMemory:
