@@ -43,20 +43,27 @@ def build_regions(
     groups: dict[tuple, list[Piece]] = {}
     for piece, names in users.items():
         info = parameters[piece.parameter]
+        # A frozen weight that came in bf16 has nothing in a low half. Some rules round to bf16 without one.
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
-        rule, codec, link = info.rule if info.trainable else 0, info.codec, info.link if info.trainable else EXACT
+        # Frozen parameters share a region whatever rule or link their groups name: neither is used.
+        rule = info.rule if info.trainable else 0
+        codec = info.codec
+        link = info.link if info.trainable else EXACT
         has_low = has_low and not codec.decodes
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():
         border = math.lcm(PARAMETER_ALIGNMENT, codec.block, link.block)
+        # Neighbours with equal factors are updated by one kernel call.
         members = sorted(
             members, key=lambda piece: (parameters[piece.parameter].lr_scale, parameters[piece.parameter].weight_decay)
         )
         by_matrix = trainable and factors is not None and rule in factors
+        region_factors = tuple(factors[rule]) if by_matrix and factors else ()
         bins = _balanced(members, num_ranges) if by_matrix else [members]
         lengths = [_length(members, border, codec.block) for members in bins]
+        # Every rank has an equally long share, so gathers and reductions need no lengths.
         step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
         _check_padding(names, parameters, members, step, len(bins))
         offsets = [
@@ -82,7 +89,7 @@ def build_regions(
                 units=names,
                 table=table(compute, moments[rule], delays, codec, link),
                 rule=rule,
-                factors=tuple(factors[rule]) if by_matrix and factors else (),
+                factors=region_factors,
                 by_matrix=by_matrix,
                 codec=codec,
                 link=link,
@@ -103,6 +110,7 @@ def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
     bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
     for piece in sorted(members, key=lambda piece: -piece.numel):
         min(bins, key=_length).append(piece)
+    # In the order of `members` again, for neighbours with equal factors.
     return [[piece for piece in members if piece in bin_pieces] for bin_pieces in bins]
 
 

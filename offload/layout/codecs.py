@@ -131,7 +131,9 @@ class QuantizedCodec(Codec, ABC):
         return torch.uint8, self.record_bytes
 
     def read(self, stored: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
-        first, last = place.start // self.block, -(-place.stop // self.block)
+        # Whole records around the place: a weight alone cannot be decoded.
+        first = place.start // self.block
+        last = -(-place.stop // self.block)
         records = stored[first * self.record_bytes : last * self.record_bytes].cpu()
         weights = torch.empty((last - first) * self.block, dtype=dtype, device="cpu")
         self.decode(records, weights, self.workspace(weights.numel()))

@@ -143,6 +143,7 @@ def table(
         Plane("gradients", used, "gradients"),
     )
     names = [plane.name for plane in planes]
+    # A block over two parameters would mix their moments.
     wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]
     if wrong:
         raise ConfigError(

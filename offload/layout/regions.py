@@ -229,7 +229,7 @@ class Region:
         num_bytes = self._update_bytes.get(numel)
         if num_bytes is None:
             sizes = {plane.name: plane.num_bytes(numel) for plane in self.states if plane.name != STALE}
-            num_bytes = 2 * sum(sizes.values())
+            num_bytes = 2 * sum(sizes.values())  # read and written
             if CODES in sizes:
                 num_bytes += sum(sizes.get(name, 0) for name in MASTER) - sizes[CODES]
             self._update_bytes[numel] = num_bytes

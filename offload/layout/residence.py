@@ -11,7 +11,10 @@ from offload.layout.planes import ERROR, Plane
 from offload.layout.regions import Region, align
 from offload.layout.sharding import Sharding
 
-DEVICE, HOST, DISK, FILES = "device", "cpu", "nvme", "files"
+DEVICE = "device"
+HOST = "cpu"
+DISK = "nvme"
+FILES = "files"
 """Tiers: device memory, host memory, records on disk, and model files, which are only read."""
 SLOT = "slot"
 """Place of the update: in the unit slot."""
@@ -116,7 +119,8 @@ class Residence:
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
         """Return (begin, end) elements for all tiles in the range of rank `owner` (None: this rank)."""
-        begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
+        owner = self.sharding.owner if owner is None else owner
+        begin, end = self.sharding.ranges(region)[owner]
         step = align(self.row(region).tile_numel, region.codec.block) or max(1, end - begin)
         if region.by_matrix:
             # Weights are published tile by tile, and all ranks need equally many tiles.
@@ -164,7 +168,9 @@ class Residence:
 
 def _between(borders: Sequence[int], begin: int, end: int, max_length: int) -> list[tuple[int, int]]:
     """Split a range at some of the `borders`, into parts with at most `max_length` elements where the borders allow."""
-    parts, start, last = [], begin, begin
+    parts = []
+    start = begin
+    last = begin  # the last border so far
     for border in (*borders, end):
         if border - start > max_length and last > start:
             parts.append((start, last))

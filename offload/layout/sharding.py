@@ -53,13 +53,16 @@ class Sharding:
     def owner(self) -> int:
         """Index in `ranges`: the update range for this rank."""
         if self.gathers:
-            return self.partners[self.replica if self.spreads else 0]
+            number = self.replica if self.spreads else 0
+            return self.partners[number]
         return self.rank if self.stage else 0
 
     @property
     def num_ranges(self) -> int:
         """Number of update ranges per region."""
-        return (self.num_ranks if self.spreads else self.size) if self.stage else 1
+        if not self.stage:
+            return 1
+        return self.num_ranks if self.spreads else self.size
 
     @property
     def partners(self) -> range:
@@ -118,5 +121,8 @@ class Sharding:
 
     def plane_bytes(self, region: Region, plane: Plane) -> int:
         """Return the bytes of a plane on this rank."""
-        num_shares = self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1
+        if self.is_own(plane):
+            num_shares = self.num_ranges
+        else:
+            num_shares = self.size if self.is_cut(plane) else 1
         return plane.num_bytes(region.numel) // num_shares

@@ -39,7 +39,7 @@ class _Staging:
         """Return a contiguous buffer with shape and dtype from `like`, without pending copies."""
         size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
-        if len(free) >= _MOST_STAGED:
+        if len(free) >= _MOST_STAGED:  # a host far ahead would otherwise pin ever more memory
             free[0][1].synchronize()
         ready = next((number for number, (_, event) in enumerate(free) if event.query()), None)
         memory = (
@@ -64,15 +64,17 @@ class AcceleratorDevice:
 
     def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
         """`most_bytes`: limit for the torch allocator beside memory held by others, until `close` (None: no limit)."""
-        self.ledger, self._accelerator = ledger, accelerator
-        self.torch_device, self._module = accelerator.device, accelerator.module
+        self.ledger = ledger
+        self._accelerator = accelerator
+        self.torch_device = accelerator.device
+        self._module = accelerator.module  # torch's module for this kind of device
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
         self._staging = _Staging()
         accelerator.enter()
         if ledger.budget_bytes is None:
             ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
-        self._peak_bytes = 0
-        self._side_stream: Any = None
+        self._peak_bytes = 0  # before the last reset of the allocator's peak
+        self._side_stream: Any = None  # made on first use
         accelerator.take_peak()  # reset: earlier peaks belong to others
         unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
         self._unbound = weakref.finalize(self, unbound)  # runs without close() too
@@ -134,7 +136,7 @@ class AcceleratorDevice:
         def wait() -> torch.Tensor:
             if not event.query():
                 event.synchronize()
-            host_values = staged.clone()
+            host_values = staged.clone()  # the buffer serves the next copy
             self._staging.give_back(staged, event)
             return host_values
 
@@ -150,6 +152,7 @@ class AcceleratorDevice:
         pieces = values.reshape(-1).split(_STAGED_BYTES // values.itemsize)
         wait = self.copy_to_host(pieces[0])
         for number, target in enumerate(host_values.view(-1).split(_STAGED_BYTES // values.itemsize), 1):
+            # One copy ahead: the link is busy while the host unstages.
             ahead = self.copy_to_host(pieces[number]) if number < len(pieces) else wait
             target.copy_(wait())
             wait = ahead

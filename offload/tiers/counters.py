@@ -141,7 +141,7 @@ class Ledger:
             return
         total = self.current_bytes + num_bytes
         if self.budget_bytes is not None and total > self.budget_bytes:
-            self.make_room()
+            self.make_room()  # loans end only under need
             total = self.current_bytes + num_bytes
         if self.budget_bytes is not None and total > self.budget_bytes:
             short = total - self.budget_bytes
@@ -180,13 +180,14 @@ class Ledger:
                 self._end(loan)
 
     def _end(self, loan: _Loan) -> None:
-        if loan in self._loans:
+        if loan in self._loans:  # `make_room` may have ended the loan before its block
             self._loans.remove(loan)
             self.release(loan.name, loan.num_bytes)
 
     def take_recent_peak(self) -> int:
         """Return the maximum bytes held at once since the last call."""
-        peak, self.recent_peak_bytes = self.recent_peak_bytes, self.current_bytes
+        peak = self.recent_peak_bytes
+        self.recent_peak_bytes = self.current_bytes
         return peak
 
     def clear(self) -> None:

@@ -28,7 +28,8 @@ class Decoder:
 
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
-        self._device, num_bytes = device, decoding_bytes(regions)
+        self._device = device
+        num_bytes = decoding_bytes(regions)
         nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
         # codecs without tables may share the workspace with another codec

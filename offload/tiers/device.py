@@ -17,6 +17,7 @@ from offload.tiers.counters import Ledger
 from offload.tiers.host import Arena, Pinning, copy_in_one_thread, trim_heap
 
 SETTLING_BYTES = 64 << 20
+"""Growth of the ledger between two returns of heap memory, because each walks the whole heap."""
 
 
 class CpuDevice:
@@ -51,7 +52,7 @@ class CpuDevice:
         if held_bytes >= self._settled_bytes + SETTLING_BYTES:
             trim_heap()
             self._settled_bytes = held_bytes
-        self._settled_bytes = min(self._settled_bytes, held_bytes)
+        self._settled_bytes = min(self._settled_bytes, held_bytes)  # growth counts from the lowest point since
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device, with dtype conversion."""

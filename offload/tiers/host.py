@@ -21,6 +21,7 @@ from offload.errors import format_bytes, warn
 LARGEST_BYTES = 64 << 30
 """Maximum bytes per registration. Newer drivers fail above 512 GiB."""
 _keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+"""Keeps an object forever: one reference more than Python knows of."""
 
 
 class Pinning:
@@ -28,8 +29,12 @@ class Pinning:
 
     def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
         """`largest_bytes`: target maximum per registration."""
-        self.largest_bytes, self._driver, self._has_warned, self._error = largest_bytes, driver, False, 0
+        self.largest_bytes = largest_bytes
+        self._driver = driver
+        self._has_warned = False
+        self._error = 0  # the driver's last error, for the warning
         self._mappings: set[ref[HostMapping]] = set()
+        """Registered memory, for `close`. Weak, because a mapping ends with the last tensor over it."""
 
     def add(self, mapping: HostMapping) -> None:
         """Record a mapping before its registration."""
@@ -44,7 +49,7 @@ class Pinning:
         """Register a range. Returns False if the driver refuses."""
         error = self._driver.register(address, num_bytes)
         if error:
-            self._driver.forget_error()
+            self._driver.forget_error()  # torch would raise it after the next launch
             self._error = error
         return not error
 
@@ -81,8 +86,8 @@ class HostMapping(mmap.mmap):
     """
 
     _pinning: Pinning | None = None
-    _process = 0
-    _pieces: Sequence[tuple[int, int]] = ()
+    _process = 0  # process of the registration, because a fork inherits the object but no registration
+    _pieces: Sequence[tuple[int, int]] = ()  # registered ranges (address, bytes)
 
     @property
     def pinned_bytes(self) -> int:
@@ -93,14 +98,18 @@ class HostMapping(mmap.mmap):
         """Register pieces (address, bytes). If the driver refuses a piece, register the part before a border inside the
         piece, as large as possible, and nothing behind.
         """
-        self._pinning, self._process = pinning, os.getpid()
+        self._pinning = pinning
+        self._process = os.getpid()
         pinning.add(self)
-        waiting, num_bytes = [*reversed(pieces)], sum(size for _, size in pieces)
+        waiting = [*reversed(pieces)]
+        num_bytes = sum(size for _, size in pieces)
         while waiting:
-            begin, size = piece = waiting.pop()
+            piece = waiting.pop()
+            begin, size = piece
             if pinning.register(*piece):
                 self._pieces = (*self._pieces, piece)
                 continue
+            # Halve the refused piece until a part fits, or no border is left.
             inside = [border for border in borders if begin < border < begin + size]
             middle = inside[len(inside) // 2] if inside else begin
             waiting = [(middle, begin + size - middle), (begin, middle - begin)] if inside else []
@@ -113,7 +122,8 @@ class HostMapping(mmap.mmap):
 
     def unpin(self) -> None:
         """Unregister all pieces after pending device work."""
-        addresses, self._pieces = [address for address, _ in self._pieces], ()
+        addresses = [address for address, _ in self._pieces]
+        self._pieces = ()
         if not addresses:
             return
         assert self._pinning is not None
@@ -160,7 +170,9 @@ class Arena:
 
     def __init__(self, num_bytes: int, pinning: Pinning | None = None) -> None:
         self.num_bytes = num_bytes
-        self._pinning, self._num_taken, self._begins = pinning, 0, [0]
+        self._pinning = pinning
+        self._num_taken = 0
+        self._begins = [0]  # starts of pieces
         self._borders: list[int] = []  # possible starts of pieces
         # MAP_PRIVATE: Python defaults to shared memory for -1, which is limited like /dev/shm and has no huge pages.
         # MAP_NORESERVE: the plan knows the available memory, and a forecast simulates engines larger than this machine,
@@ -197,7 +209,8 @@ class Arena:
     def pin(self, pinning: Pinning) -> None:
         """Pin all planned memory, touched by all threads before: the driver touches pages in one."""
         torch.frombuffer(self._map, dtype=torch.uint8)[:: mmap.PAGESIZE].add_(0)
-        address, ends = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), [*self._begins, self.num_bytes]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        ends = [*self._begins, self.num_bytes]
         pieces = [(address + start, stop - start) for start, stop in pairwise(ends)]
         self._map.pin(pinning, pieces, [address + border for border in self._borders])
 

@@ -59,7 +59,8 @@ class Ring:
         users = [ticket for other in overlapped for ticket in other.fence.before_fill()]
         ring_slice = RingSlice(self.memory[begin:end], begin, end, users, Fence(self.buffer_type))
         for other in overlapped:
-            other.begin, other.is_whole = end, False  # the next user of the rest waits for the same tickets
+            other.begin = end  # the next user of the rest waits for the same tickets
+            other.is_whole = False
         self._slices = [other for other in self._slices if other.begin < other.end] + [ring_slice]
         self._end = end
         return ring_slice
@@ -75,9 +76,8 @@ class Ring:
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
         end = begin + num_bytes
         overlapped = [other for other in self._slices if other.begin < end and begin < other.end]
-        return (
-            None if end > self.memory.nbytes or any(other.is_open for other in overlapped) else (begin, end, overlapped)
-        )
+        is_taken = end > self.memory.nbytes or any(other.is_open for other in overlapped)
+        return None if is_taken else (begin, end, overlapped)
 
     def reset(self) -> None:
         """Close all slices after an interrupted step."""
@@ -159,8 +159,9 @@ class Lease:
         work changes the planes, unless an error ends the context.
         """
         end = self.done_reading
+        users = self.users if changes else ()
         try:
-            wait(self.reads, users=self.users if changes else ())
+            wait(self.reads, users=users)
             yield self.planes
             end = self.done_writing if changes else self.done_reading
         finally:

@@ -24,8 +24,10 @@ from offload.tiers.lease import Lease, Ring
 
 READ_STAGING = "read staging"
 """Ledger name for the staging memory: direct reads at any offset go through this memory."""
-_NUM_PIECES, _MOST_PIECE_BYTES = 8, 1 << 20
-"""Pieces in flight, and maximum bytes per piece."""
+_NUM_PIECES = 8
+"""Pieces in flight, so that the disk has a queue."""
+_MOST_PIECE_BYTES = 1 << 20
+"""Maximum bytes per piece."""
 
 
 def staging_bytes(ring_bytes: int) -> int:
@@ -41,7 +43,9 @@ class WatchedFiles:
         """`num_staging_bytes`: staging size; 0: read through the page cache."""
         if num_staging_bytes:
             host.reserve(READ_STAGING, num_staging_bytes)
-        self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
+        self._io = IoEngine()
+        """Separate from the nvme tier, because the end of an IoEngine closes the files."""
+        self._arena = Arena(num_staging_bytes)
         self._pieces: Sequence[torch.Tensor] = ()
         if num_staging_bytes:
             staging = self._arena.take(num_staging_bytes, torch.uint8)
@@ -73,8 +77,11 @@ class WatchedFile:
 
     def __init__(self, io: IoEngine, path: Path, pieces: Sequence[torch.Tensor]) -> None:
         """`pieces`: aligned, equally large buffers for direct reads (empty: page cache). Raises DiskError."""
-        self._io, self._path, self._pieces = io, path, pieces
+        self._io = io
+        self._path = path
+        self._pieces = pieces
         self._cached = io.open(path, writable=False, direct=False)
+        """For a partial last block, and for all reads without `pieces`."""
         self._direct: File | None = io.open(path, writable=False) if pieces else None
         self.why_buffered = "" if self._direct is None else self._direct.why_buffered
         """Reason for the page cache despite `pieces`, or ""."""
@@ -106,14 +113,18 @@ class WatchedFile:
     def _read_direct(self, target: torch.Tensor, offset: int) -> None:
         """Read whole blocks piece by piece, and copy the requested bytes."""
         assert self._direct is not None
-        end, size = offset + len(target), len(self._pieces[0])
-        first, stop = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = offset + len(target)
+        size = len(self._pieces[0])
+        # Tensors begin anywhere in a file, direct reads only at whole blocks.
+        first = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        stop = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         pending: deque[tuple[int, torch.Tensor, Ticket]] = deque()
 
         def take() -> None:
             begin, piece, ticket = pending[0]
             ticket.wait()
-            low, high = max(begin, offset), min(begin + len(piece), end)
+            low = max(begin, offset)
+            high = min(begin + len(piece), end)
             copy_in_one_thread(target[low - offset : high - offset], piece[low - begin : high - begin])
             pending.popleft()
 
@@ -131,11 +142,13 @@ class WatchedFile:
 
     def _check(self) -> None:
         """Raise DiskError if the file has changed since `open`."""
-        before, code = self._mark, 0
+        before = self._mark
+        code = 0
         try:
             now = _mark(self._path.stat())
         except OSError as error:
-            change, code = f"cannot be accessed any more ({errno_text(error.errno or 0)})", error.errno or 0
+            code = error.errno or 0
+            change = f"cannot be accessed any more ({errno_text(code)})"
         else:
             if now == before:
                 return
@@ -187,7 +200,8 @@ class FileRecord:
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:  # noqa: ARG002
         """Add planes to a lease, and start their read into the ring."""
-        files, numel = self.files, self.end - self.begin
+        files = self.files
+        numel = self.end - self.begin
         sizes = [self.planes[name].num_bytes(numel) for name in names]
         ring_slice = files.ring.take_planned(sum(sizes))
         parts = zip(names, ring_slice.flat.split(sizes), strict=True)
@@ -207,9 +221,10 @@ class FileRecord:
         """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
         region = self.region
         for piece, offset in zip(region.pieces, region.offsets, strict=True):
-            begin, end = max(offset, self.begin), min(offset + piece.numel, self.end)
+            begin = max(offset, self.begin)
+            end = min(offset + piece.numel, self.end)
             if begin < end:
-                first = piece.begin - offset
+                first = piece.begin - offset  # from positions in the region to elements of the parameter
                 value = self.files.reads[piece.parameter](first + begin, first + end)
                 in_tile = slice(begin - self.begin, end - self.begin)
                 self.files.bytes_read += value.nbytes
@@ -241,7 +256,8 @@ class ModelFiles:
         self._watched = watched
         self.reads: dict[int, Read] = {}
         """Read functions by parameter index."""
-        self.lanes, self.counters = lanes, counters
+        self.lanes = lanes
+        self.counters = counters
         self._arena = Arena(ring_bytes, pinning)
         self.ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
         self.bytes_read = 0

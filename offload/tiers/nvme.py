@@ -25,7 +25,10 @@ from offload.tiers.lease import Lease, Ring, RingSlice
 
 CHUNK_BYTES = 1 << 19
 """Stripe size: bytes in one file before the next file gets its turn. Small beside a tile, so each disk gets a share."""
-FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
+# Ledger names. A ring for each purpose, so a late update does not hold up a fetch.
+FETCH_RING = "nvme fetch ring"
+UPDATE_RING = "nvme update ring"
+ACTIVATION_RING = "nvme activation ring"
 RING_TILES = 4
 """Tiles per ring: one in read, one in update, one in write, one spare."""
 
@@ -44,7 +47,8 @@ class Stripes:
 
     def reserve(self, num_bytes: int) -> int:
         """Append space and return the start offset. Raises DiskError if the disk is full."""
-        begin, end = self.num_bytes, self.num_bytes + num_bytes
+        begin = self.num_bytes
+        end = begin + num_bytes
         sizes = (stripe_bytes(size, len(self._files)) for size in (begin, end))
         for file, before, after in zip(self._files, *sizes, strict=True):
             if before < after:
@@ -73,7 +77,10 @@ class Channel:
     """Disk path for one purpose: a ring buffer, with a read lane and a write lane."""
 
     def __init__(self, ring: Ring, reads: Lane, writes: Lane, counters: Counters) -> None:
-        self.ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
+        self.ring = ring
+        self._reads = reads
+        self._writes = writes
+        self._counters = counters
 
     @property
     def num_bytes(self) -> int:
@@ -213,6 +220,7 @@ class Record:
             return
         first, last = self._span(names)
         (fence,) = self._fences(names)
+        purpose = "gradients of" if fence is self.landing else "update"
         writing = channel.write(
             self.file,
             self.offset + first,
@@ -220,7 +228,7 @@ class Record:
             last - first,
             reads=(changed,),
             users=fence.before_fill(),
-            name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
+            name=f"{purpose} {self.name}",
         )
         fence.record_writer(writing)
 
@@ -238,7 +246,8 @@ class Record:
         return dict(zip(self.planes, pairwise(ends), strict=True))
 
     def _views(self, names: Sequence[str], ring_slice: RingSlice) -> dict[str, torch.Tensor]:
-        views, first = {}, self._spans[names[0]][0]
+        views = {}
+        first = self._spans[names[0]][0]
         for plane in map(self.planes.__getitem__, names):
             begin = self._spans[plane.name][0] - first
             views[plane.name] = ring_slice.flat[begin : begin + plane.num_bytes(self.numel)].view(plane.dtype)
@@ -270,6 +279,7 @@ class Nvme:
         try:
             self._states = Stripes(self._io, directories)
             self._states.reserve(num_bytes)
+
             self._activations = Stripes(self._io, directories) if ACTIVATION_RING in rings else self._states
             self._arena = Arena(sum(rings.values()), pinning)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
@@ -286,7 +296,7 @@ class Nvme:
 
     def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
         """Create one channel per purpose over the ring memory."""
-        self._next = 0
+        self._next = 0  # offset of the next record
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)
         )
@@ -296,7 +306,8 @@ class Nvme:
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> Record:
         """Return the next record, with `planes` for region elements `begin` to `end`."""
-        by_name, numel = {plane.name: plane for plane in planes}, end - begin
+        by_name = {plane.name: plane for plane in planes}
+        numel = end - begin
         record = Record(region.name, numel, by_name, self._states, self._next, self.fetches, self.updates)
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
         return record

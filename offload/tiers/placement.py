@@ -85,6 +85,7 @@ class Placement:
         """Return the placement for one rank on a machine with `num_ranks`: host, disk and graph budgets are divided
         equally.
         """
+        # The device is one rank's alone; the others are shared by the machine.
         budgets = (self.host_memory, self.nvme_memory, self.graphs_memory)
         host, disk, graphs = (None if size is None else int(size) // num_ranks for size in budgets)
         return replace(self, host_memory=host, nvme_memory=disk, graphs_memory=graphs)

@@ -18,6 +18,7 @@ from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
 
 _SLOT_ALIGNMENT_BYTES = 512
+"""As in torch's allocator."""
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
 
 
@@ -59,26 +60,43 @@ class Slots:
         debug: bool = False,
     ) -> None:
         """`decoder`: shared with other slots in the store (None: create one)."""
-        self._store, self._device, self._counters, self._lanes = store, store.device, store.counters, store.lanes
-        self._residence, self._deferred = store.residence, deferred
+        regions = list(store.states)
+        self._store = store
+        self._device = store.device
+        self._counters = store.counters
+        self._residence = store.residence
+        self._deferred = deferred
+        self._debug = debug
+        self._name = slot_name
+
+        # Streaming cargoes.
         self._slots: list[Slot] = []
+        """Without overlap, valid and stale: the next cargo on a place waits for the readers of the last one."""
         self._valid_slots: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
-        self._resident_fences: dict[Region, Fence] = {}
         self._forget_cargoes()
-        self._debug, self._name = debug, slot_name
-        self._flats: dict[Region, torch.Tensor] = {}  # resident regions
+
+        # Resident regions.
+        self._resident_fences: dict[Region, Fence] = {}
+        self._flats: dict[Region, torch.Tensor] = {}
+
+        # Copies.
+        lanes = store.lanes
+        self._lanes = lanes
         self.gathers = store.sharding.gathers
         """True if ranks gather weights at every fetch."""
-        regions, lanes = list(store.states), store.lanes
         self.weight_decoder = decoder or Decoder(regions, store.device, store.lanes)
         """Decoder for quantized weights."""
-        self._copy_lane, self._decoding_lane = (
-            (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
-        )
+        # States on the device cross no link: their copies run in the order of compute.
+        self._copy_lane = lanes.h2d if store.is_below_device else lanes.on_compute
+        self._decoding_lane = lanes.decoding if store.is_below_device else lanes.on_compute
+
+        # By region, computed once: a fetch asks for them each time.
         self._in_place = set(filter(self._residence.is_used_in_place, regions))
         self._co_fetched = {region: self._residence.co_fetched(region) for region in regions}
         self._slot_sizes = {region: self._residence.slot_bytes(region) for region in regions}
+
         self._storages: set[int] = set()
+        """Addresses of storages with weights outside the slots: resident, or used where they are stored."""
         if not self._residence.copies_weights:
             self._storages.update(
                 state.planes["weights"].untyped_storage().data_ptr() for state in store.states.values()
@@ -130,7 +148,8 @@ class Slots:
         """
         end = offset + self._sizes[cargo]
         evicted = set(map(self._valid_slots.get, evicts))
-        slots, overwritten = [], []
+        slots = []
+        overwritten = []
         users: list[Ticket] = []
         slot = Slot(cargo, offset, end, is_whole=not self._deferred.in_slot.keys().isdisjoint(self.cargoes[cargo]))
         for other in self._slots:
@@ -148,7 +167,8 @@ class Slots:
         self._slots = [*slots, slot]
         if self._debug:
             users.append(self._poison(overwritten, users))
-        tickets, begin = [], offset
+        tickets = []
+        begin = offset
         for region in self.cargoes[cargo]:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
@@ -194,7 +214,8 @@ class Slots:
 
     def need_masters(self, regions: Iterable[Region]) -> None:
         """Prepare updates in slots: invalidate slots with these regions but without master planes."""
-        needed, lacking = set(regions), []
+        needed = set(regions)
+        lacking = []
         for slot in self._valid_slots.values():
             masters_needed = needed.intersection(self.cargoes[slot.cargo])
             if masters_needed and not slot.is_whole and any(self._co_fetched[each] for each in masters_needed):
@@ -230,7 +251,8 @@ class Slots:
     def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
         """Return flat device weights by region, valid while the unit is in use."""
         cargo = self.cargo_of(regions)
-        weights, end = {}, self.offset(cargo)
+        weights = {}
+        end = self.offset(cargo)
         for region in regions:
             if region in self._in_place:
                 weights[region] = self._store.states[region].planes["weights"]
@@ -244,7 +266,8 @@ class Slots:
 
     def masters(self, regions: Sequence[Region]) -> dict[Region, dict[str, torch.Tensor]]:
         """Return the master planes in the slot, for regions updated there. Empty if the slot has weights only."""
-        slot, masters = self._valid_slots.get(self.cargo_of(regions)), {}
+        slot = self._valid_slots.get(self.cargo_of(regions))
+        masters = {}
         if slot is not None and slot.is_whole:
             begin = slot.begin
             for region in self.cargoes[slot.cargo]:
@@ -287,12 +310,14 @@ class Slots:
 
     def streams(self, address: int) -> bool:
         """Return True if the address is in memory shared by several units over time."""
-        one, other = self._memory, self._extra_memory  # fast path: runs for every tensor saved by a graph
+        # Fast path: runs for every tensor saved by a graph.
+        one, other = self._memory, self._extra_memory
         return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
         """Return the device addresses for a cargo in use."""
-        slot, begin = self._valid_slots.get(cargo), self._memory.data_ptr()
+        slot = self._valid_slots.get(cargo)
+        begin = self._memory.data_ptr()
         return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
@@ -365,7 +390,7 @@ class Slots:
         self._device.ledger.drop(self._name)
         self._slots.clear()
         self._valid_slots.clear()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new allocation
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
             self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))
@@ -402,10 +427,13 @@ class Slots:
         if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store.states[region].planes["weights"]
             return [self._store.gather(region, flat.data, own_range, gathering, users, is_ahead)]
-        tickets, is_link = [], self._copy_lane is self._lanes.h2d
-        stored, name = region.stored_view(flat), region.travelling.name
+        tickets = []
+        is_link = self._copy_lane is self._lanes.h2d  # only bytes over the link count as copied
+        stored = region.stored_view(flat)
+        name = region.travelling.name
         for tile in self._store.states[region].held_tiles:
-            lease, tile_range = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
+            lease = tile.fetch(is_ahead, *co_fetched)
+            tile_range = slice(tile.begin, tile.end)
             targets = {
                 name: stored[tile.stored],
                 **{other: target[tile_range] for other, target in co_fetched.items()},
@@ -427,7 +455,8 @@ class Slots:
             tickets = [self._store.gather(region, stored.data, own_range, gathering, tickets, is_ahead)]
         if region.is_stored_as_used:
             return tickets
-        decoder, is_copy = self.weight_decoder, self._decoding_lane is self._copy_lane
+        decoder = self.weight_decoder
+        is_copy = self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)
         moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
         return [self._decoding_lane.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]

@@ -25,7 +25,10 @@ from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
 
-_RESTING, _STAYING = "resting states", "states on the device"
+_RESTING = "resting states"
+"""Planes that are never copied: they need no pinned memory."""
+_STAYING = "states on the device"
+"""Planes on the device, below a common tier on the host."""
 
 
 class Store:
@@ -50,29 +53,51 @@ class Store:
         counters: Counters | None = None,
     ) -> None:
         """`residence`: the tier of each plane (None: all on the host). `comm`: all ranks in the sharding."""
-        self.residence, self.device, self._host, self.lanes = residence or Residence(), device, host, lanes
-        self.infos, self._nvme, self._files = infos, nvme, files
-        self._rings = [each for each in (nvme, files) if each is not None]
-        self.comm, self.sharding = comm or Comm(), self.residence.sharding
-        self.publishes = self.sharding.publishes
-        self.within, self.between = self.comm.split(self.sharding.num_replicas)
+        self.residence = residence or Residence()
+        self.infos = infos
         self.counters = counters or Counters()
-        # on the device only compute would wait for a lane
-        compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
+
+        # Memory of each tier.
+        self.device = device
+        self._host = host
+        self._nvme = nvme
+        self._files = files
+        self._rings = [each for each in (nvme, files) if each is not None]
+        self._arenas: dict[str, Arena] = {}
+        """Host memory by group of planes: copied ones pinned, resting ones not."""
+
+        # Ranks.
+        self.comm = comm or Comm()
+        self.sharding = self.residence.sharding
+        self.within, self.between = self.comm.split(self.sharding.num_replicas)
+        self.publishes = self.sharding.publishes
+
+        # Lanes of the states.
         tier = self.residence.common
         self.is_below_device = tier != DEVICE
         """True if the common tier is the host, over a link to the device."""
-        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if self.is_below_device else compute_lanes
-        self.d2h_lane, self.update_lane, self.collective_lane = lanes_of_states
-        self.network_lane = lanes.network if self.is_below_device else lanes.network_on_compute
-        self._arenas: dict[str, Arena] = {}
+        self.lanes = lanes
+        if self.is_below_device:
+            self.d2h_lane = lanes.d2h
+            self.update_lane = lanes.update
+            self.collective_lane = lanes.collective
+            self.network_lane = lanes.network
+        else:  # only compute would wait for a lane
+            self.d2h_lane = lanes.on_compute
+            self.update_lane = lanes.on_compute
+            self.collective_lane = lanes.collective_on_compute
+            self.network_lane = lanes.network_on_compute
+
+        # Group by group: the planes to be pinned share one arena.
         groups: dict[str, list[tuple[Region, Plane, int]]] = {"states": [], _RESTING: [], _STAYING: []}
         for region in regions:
             for plane in region.states:
-                place, size = self.residence.tier(region, plane), self.sharding.plane_bytes(region, plane)
+                place = self.residence.tier(region, plane)
+                size = self.sharding.plane_bytes(region, plane)
                 name = "states" if self.residence.travels(region, plane) else _RESTING
-                if place in (DEVICE, HOST):
-                    groups[name if place == tier else _STAYING].append((region, plane, size))
+                if place in (DEVICE, HOST):  # the others are records
+                    group = name if place == tier else _STAYING
+                    groups[group].append((region, plane, size))
         memory: dict[tuple[Region, str], torch.Tensor] = {}
         for name, planes in groups.items():
             memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
@@ -83,6 +108,7 @@ class Store:
             tiles = others.pop(self.sharding.owner)
             stays = frozenset(self.residence.planes_on(DEVICE, region))
             self.states[region] = RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays)
+
         comms = self.comm, self.within, self.between
         self.values = Values(self.states.values(), infos, self.sharding, *comms, lanes, device)
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
@@ -95,7 +121,8 @@ class Store:
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""
-        is_own, tiles = owner == self.sharding.owner, []
+        is_own = owner == self.sharding.owner
+        tiles = []
         on_disk = [region.plane(name) for name in self.residence.planes_on(DISK, region, is_own)]
         in_files = self.residence.planes_on(FILES, region)
         for begin, end in self.residence.tiles(region, owner):
@@ -127,6 +154,7 @@ class Store:
             return
         for state in trained:
             state.gradients = state.sums = None
+        # The old planes go before the new ones come, or both would count.
         (self._host if self.is_below_device else self.device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
@@ -178,20 +206,27 @@ class Store:
         """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a
         copy, and receive their tiles.
         """
-        state, plane, operation = self.states[region], region.travelling.name, f"new weights of {region.name}"
-        tile, own_weights = state.tiles[number], own.planes[plane]
-        comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
+        state = self.states[region]
+        plane = region.travelling.name
+        operation = f"new weights of {region.name}"
+        tile = state.tiles[number]
+        own_weights = own.planes[plane]
+        if self.sharding.spreads:
+            comm, lane = self.between, self.network_lane
+        else:
+            comm, lane = self.within, self.collective_lane
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
         self.counters.count("all_gather_elements", (tile.end - tile.begin) * len(received))
         self.counters.count("network_bytes", own_weights.nbytes * comm.num_far)
+        # The link counts bytes per rank within a replica, and sent bytes between replicas.
+        num_sent = len(others) if self.sharding.spreads else 1
         ticket = lane.submit(
             partial(comm.all_to_all, received, [own_weights] * len(received), f"{operation}, tile {number}"),
             reads=reads,
             users=[ticket for lease in others.values() for ticket in lease.users],
             name=operation,
-            # The link counts bytes per rank within a replica, and sent bytes between replicas.
-            num_bytes=own_weights.nbytes * (len(others) if self.sharding.spreads else 1),
+            num_bytes=own_weights.nbytes * num_sent,
         )
         own.done_reading(ticket)
         for lease in others.values():

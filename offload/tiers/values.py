@@ -39,8 +39,13 @@ class Values:
         device: Device,
     ) -> None:
         """`comm`: all ranks. `within`: ranks in this replica. `between`: ranks at this position in all replicas."""
-        self._infos, self.sharding, self._lanes, self._device = infos, sharding, lanes, device
-        self.comm, self._within, self._between = comm, within, between
+        self._infos = infos
+        self.sharding = sharding
+        self._lanes = lanes
+        self._device = device
+        self.comm = comm
+        self._within = within
+        self._between = between
         self._pieces: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Pieces by parameter, in order, with region state and position there."""
         for state in states:
@@ -57,7 +62,8 @@ class Values:
         `source`, only this rank calls `read`, and the call is collective.
         """
         region = self.region(parameter)
-        plane, travels = region.plane("weights"), region.travelling
+        plane = region.plane("weights")
+        travels = region.travelling
         for begin, end, stored in region.codec.encoded(self._parts(parameter, read, dtype, source)):
             codes = None
             if CODES in region.by_name:  # records for copies, made from the master weights
@@ -94,12 +100,13 @@ class Values:
         step = align(_PART, block)
         for begin in range(0, info.numel, step):
             end = min(begin + step, info.numel)
-            if source is None:
+            if source is None:  # every rank has the model
                 flat = read(begin, end)
             else:
                 numel = align(end - begin, block) // block * width
                 flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(numel, dtype=dtype)
                 self.comm.broadcast(flat, source, f"first weights of {info.name}")
+            # The sum is one read; the count of elements only for the message.
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
                 self._nonfinite[info.name] = self._nonfinite.get(info.name, 0) + wrong
             yield flat
@@ -108,7 +115,8 @@ class Values:
         """Return a message about non-finite input weights, or `otherwise` if there were none."""
         if not self._nonfinite:
             return otherwise
-        name, others = next(iter(self._nonfinite)), len(self._nonfinite) - 1
+        name = next(iter(self._nonfinite))
+        others = len(self._nonfinite) - 1
         more = f" (and of {others} other parameters)" if others else ""
         return (
             f"The cause: {self._nonfinite[name]} weights of {name}{more} were not finite when loaded, before any "
@@ -132,10 +140,10 @@ class Values:
         Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
         """
         region = self.region(parameter)
-        values = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
-        for planes, in_tile, in_range in self.open_tiles(
-            parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end
-        ):
+        dtype = region.dtype if travelling else torch.float32
+        names = MASTER[:1] if travelling else MASTER
+        values = torch.empty(end - begin, dtype=dtype)
+        for planes, in_tile, in_range in self.open_tiles(parameter, *names, begin=begin, end=end):
             weights = region.codec.read(planes["weights"], in_tile, region.dtype)
             values[in_range] = (
                 kernels.join(weights, self._device.to_host(planes["low"][in_tile])) if "low" in planes else weights
@@ -146,8 +154,10 @@ class Values:
         """Return a parameter as used on the device (bf16 or fp32), as a CPU copy, in shape. Not collective: this rank
         must hold all weights.
         """
-        region, info = self.region(parameter), self._infos[parameter]
-        name, values = region.travelling.name, torch.empty(info.numel, dtype=region.dtype)
+        region = self.region(parameter)
+        info = self._infos[parameter]
+        name = region.travelling.name
+        values = torch.empty(info.numel, dtype=region.dtype)
         for planes, in_tile, in_parameter in self.open_tiles(parameter, name, of_all=True):
             values[in_parameter] = region.travels.read(planes[name], in_tile, region.dtype)
         return values.view(info.shape)
@@ -217,7 +227,7 @@ class Values:
                     "zero: set all of them to zero (a share of 1), or set --optimizer.states fp32 or bf16."
                 )
             threshold = math.inf
-            if share < 1:
+            if share < 1:  # of the whole parameter, so ranks exchange their parts
                 threshold = _threshold(self._complete(parameter, 0, self._own_values(parameter, plane)), share)
             for planes, in_tile, _ in self.open_tiles(parameter, plane.name, changes=True):
                 _prune(planes[plane.name][plane.cut(in_tile)], threshold)
@@ -233,7 +243,8 @@ class Values:
         """Complete `values`, parameter elements from `begin` on: each rank sends the elements it updates
         to all others.
         """
-        operation, until = f"weights of {self._infos[parameter].name}", begin + len(values)
+        operation = f"weights of {self._infos[parameter].name}"
+        until = begin + len(values)
         for piece, state, position in self._pieces[parameter] if self.sharding.num_ranges > 1 else ():
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
@@ -265,12 +276,14 @@ class Values:
         end = self._infos[parameter].numel if end is None else end
         for piece, state, position in self._pieces[parameter]:
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
-            first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
+            first = zero + max(begin, piece.begin)
+            last = zero + min(end, piece.end)
             for tiles in (state.tiles, *(state.others.values() if of_all else ())):
                 before = bisect_right(tiles, first, key=lambda tile: tile.end)
                 until = bisect_left(tiles, last, key=lambda tile: tile.begin)
                 for tile in tiles[before:until] if first < last else ():
-                    low, high = max(first, tile.begin), min(last, tile.end)
+                    low = max(first, tile.begin)
+                    high = min(last, tile.end)
                     with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
                         start = zero + begin
                         yield planes, slice(low - tile.begin, high - tile.begin), slice(low - start, high - start)
