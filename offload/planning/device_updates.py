@@ -13,8 +13,9 @@ from offload.layout.sharding import Sharding
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
 
-_SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
-"""Updates below both limits do not justify measuring the machine."""
+# Updates below both limits do not justify measuring the machine.
+_SMALL_BYTES = 1 << 28
+_SMALL_S = 0.02
 _DISPATCH_S = 3e-4
 """Python time to dispatch the forward of one block, independent of the token count."""
 
@@ -55,6 +56,7 @@ def streamed_bytes(regions: Iterable[Region], residence: Residence) -> tuple[int
             numel = region.numel // residence.sharding.num_ranges
             moved = [p for p in region.states if row.tiers.get(p.name) != DEVICE and p.name != STALE]
             down += sum(plane.num_bytes(numel) for plane in moved)
+            # Codes are made by the update, so they only come down.
             up += sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
             up += region.plane("gradients").num_bytes(numel)
     return up, down
@@ -128,7 +130,8 @@ def forward_seconds(
 UPDATE_RING = "update ring"
 PLANE_ALIGNMENT = 512
 """Alignment in bytes for tile planes in the ring."""
-_LARGEST_TILE, SMALLEST_TILE = 1 << 22, 1 << 13
+_LARGEST_TILE = 1 << 22
+SMALLEST_TILE = 1 << 13
 """Tile size limits in elements.
 
 A device update of a tile costs about 300 microseconds for Python and kernel launches, a host update 200. A link moves

@@ -15,7 +15,8 @@ from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_R
 
 _LARGEST_TILE = 1 << 22
 """Tile size limit in elements. A record has 12 to 16 bytes per element."""
-_LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
+_LEAST_ACTIVATION_RING = 1 << 18
+_MOST_ACTIVATION_RING = 1 << 24
 _RINGS_SHARE = 4
 """The rings take at most 1/4 of the host budget, unless tiles already have the smallest size."""
 _CACHED_SHARE = 0.75
@@ -66,6 +67,7 @@ def lay_out(
         return sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values())
 
     lengths = [region.numel // sharding.num_ranges for region in regions]
+    # The tile is chosen as if everything were on disk, because the choice of planes depends on the ring size.
     tile_numel = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * rings(tile), host_bytes, lengths)
     tile_numel = min(tile_numel, most_numel or tile_numel)
     left = states.left({state: DISK if tier == "auto" else tier for state, tier in tiers.items()})
@@ -118,8 +120,10 @@ class _States:
                 continue
             sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
             if state == "gradients" and not self.keeps_gradients:
+                # Consumed immediately: they need the staging memory alone, all regions or none.
                 fits = tiers[state] == "auto" and (left is None or left >= self.staging_bytes)
-                kept, used = (set(self.regions), self.staging_bytes) if fits else (set(), 0)
+                kept = set(self.regions) if fits else set()
+                used = self.staging_bytes if fits else 0
             else:
                 kept = _spread(sizes, left) if tiers[state] == "auto" else set()
                 used = sum(sizes[region] for region in kept)
@@ -139,7 +143,8 @@ class _States:
                 for plane in region.planes
                 if self._stays(region, plane) or plane.state in kinds
             }
-            has_records, update = DISK in tiers.values(), DEVICE if region.index in self.updated else ""
+            has_records = DISK in tiers.values()
+            update = DEVICE if region.index in self.updated else ""
             if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
                 update = SLOT
             if tiers or update:
@@ -159,7 +164,8 @@ def ring_bytes(residence: Residence, regions: Iterable[Region]) -> dict[str, int
     """Return the sizes in bytes of the rings for state tiles, by name. Empty if nothing is on disk."""
     fetch = update = 0
     for region in regions:
-        numel, names = residence.largest_tile(region), residence.planes_on(DISK, region)
+        numel = residence.largest_tile(region)
+        names = residence.planes_on(DISK, region)
         update = max(update, residence.record_bytes(region, numel))
         if region.travelling.name in names:
             fetch = max(fetch, region.travelling.disk_bytes(numel))

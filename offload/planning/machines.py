@@ -92,6 +92,7 @@ class ThisMachine:
     def speeds(self, comm: Comm) -> Speeds:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
         comm = comm.world
+        # One rank measures: several at once would share the links, and ranks must agree on the numbers.
         measured = Speeds(PROBES[MEASURED](self.device), comm.local_size) if comm.rank == 0 else None
         speeds = comm.from_rank(0, measured, "rates of the machine")
         assert speeds is not None

@@ -25,13 +25,19 @@ _DISK_RINGS = f"{DISK} "
 """Begin of the names of disk rings."""
 _SUMMED_PART = 1 << 23
 """Elements staged at once for a gradient sum: 32 MiB in fp32. The gradient of a large layer needs no more."""
-SLOT, BUFFER = "unit slot", "gradient buffer"
-EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
-SHARDS, SCRATCH = "gradient shards", "reduction scratch"
+# Names of allocations, equal in plan, ledgers, errors and reports.
+SLOT = "unit slot"
+BUFFER = "gradient buffer"
+EXPERT_SLOT = "expert slot"
+EXPERT_BUFFER = "expert gradient buffer"
+SHARDS = "gradient shards"
+SCRATCH = "reduction scratch"
 BETWEEN = "sums over replicas"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
-STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "accumulated gradients"
+STAGING = "gradient staging"
+RESIDENT = "resident weights"
+LASTING = "accumulated gradients"
 _PASSING = (
     SLOT,
     BUFFER,
@@ -224,12 +230,16 @@ def plan_memory(
     workspace_bytes: device memory used by an update.
     num_directions: loss measurement directions in a forward-only step; 0: the step has a backward.
     """
-    common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
+    common = residence.common
+    sharding = residence.sharding
+    in_files = residence.indices_on(FILES)
+
+    # Planes and factors of all regions.
     totals: dict[tuple[str, str], int] = {}
     on_host = summed_regions(regions, units, passes, splits)
     waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
     for region in regions:
-        if region.index in in_files:
+        if region.index in in_files:  # read in place, through a ring below
             continue
         if region.index in on_host:
             plane = region.plane("gradients")
@@ -248,6 +258,8 @@ def plan_memory(
             key = common, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
+
+    # Gradients on their way, and rings of the disk.
     if (on_host or not keeps_gradients) and not num_directions:
         if on_host:
             staged = [region for region in regions if region.index in on_host]
@@ -259,6 +271,7 @@ def plan_memory(
     plan.append(Allocation(HOST, READ_RING, read_ring(residence, regions)))
     plan.append(Allocation(HOST, READ_STAGING, residence.file_staging_bytes))
 
+    # Weights on the device.
     resident = resident_regions(units)
     records = [record for unit in units if unit.in_records for record in unit.records]
     copied = [region for region in regions if not residence.is_used_in_place(region)]
@@ -273,9 +286,11 @@ def plan_memory(
     if common == HOST:
         plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, regions)))
     plan.append(Allocation(DEVICE, WORKSPACE, workspace_bytes))
-    if num_directions:
+    if num_directions:  # no backward: no gradients
         plan.append(Allocation(DEVICE, PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
+
+    # Gradients on the device, and sums over ranks.
     plan.append(Allocation(common, BETWEEN, sum(replica_sum_bytes(regions, stagings, residence))))
     plan.append(Allocation(common, ERROR.label, sum(map(sharding.error_bytes, regions))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
@@ -361,7 +376,8 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
     advice = []
     if tier == DEVICE:
         names = _names(plan, DEVICE)
-        stays, states = f"{SLOT} (all units stay)" in names, {name for name in names if not name.startswith(_PASSING)}
+        stays = f"{SLOT} (all units stay)" in names
+        states = {name for name in names if not name.startswith(_PASSING)}
         parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
         lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
         advice += [f"move states off the device with {lower}"] if lower else []
@@ -373,7 +389,8 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
 
 def without_host_memory(plan: Sequence[Allocation]) -> str:
     """Return advice to save host memory, to append to a byte count; empty if there is none."""
-    names, advice = _names(plan, HOST), list[str]()
+    names = _names(plan, HOST)
+    advice = list[str]()
     if _names(plan, DISK):
         if all(name.startswith(_DISK_RINGS) for name in names):
             return ", the minimum for the buffers that move states to and from disk"
@@ -390,7 +407,8 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
 
 def _move_flags(names: set[str], tier: str) -> str:
     """Return the flags to move the named states to a tier."""
-    weights, passing = {"weights", "low", CODES}, (_DISK_RINGS, "gradient")
+    weights = {"weights", "low", CODES}
+    passing = (_DISK_RINGS, "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
     states = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
     return " ".join(f"--offload.{state} {tier}" for state, is_present in states.items() if is_present)

@@ -93,7 +93,8 @@ class Plan:
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
-        is_device, elsewhere = DEVICE in (self.update, self.residence.common), self.residence.updated_on_device
+        is_device = DEVICE in (self.update, self.residence.common)
+        elsewhere = self.residence.updated_on_device
         host_regions = [region for region in regions if not is_device and region.index not in elsewhere]
         return {index for region in host_regions for index in region.parameters}
 
@@ -211,7 +212,8 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     """Return a message about quantized transfers and their effect on training; empty if all transfers are exact."""
     trainable = [region for region in regions if region.trainable]
-    quantized, notes = [region for region in trainable if not region.is_stored_as_used], []
+    quantized = [region for region in trainable if not region.is_stored_as_used]
+    notes = []
     if quantized:
         quantized_bytes = sum(r.travelling_bytes for r in quantized)
         exact_bytes = sum(r.weight_bytes for r in quantized)
@@ -276,7 +278,8 @@ def make_plan(
     throttles = device_updates.slowest_throttles(comm, settings.throttles)
     if is_small_update(regions, sharding, throttles):
         return on_host
-    speeds, chosen = machine.speeds(comm), on_host
+    speeds = machine.speeds(comm)
+    chosen = on_host
 
     def seconds(plan: Plan) -> float:
         return device_updates.estimate_seconds(regions, plan.residence, throttles, speeds)
@@ -284,7 +287,7 @@ def make_plan(
     for update in ("both", "device"):
         try:
             plan = plan_with(update)
-        except DoesNotFitError:
+        except DoesNotFitError:  # the ring of the device needs room too
             continue
         chosen = min(chosen, plan, key=seconds)
     return chosen
@@ -323,6 +326,7 @@ class _Request:
         rule = self.settings.optimizer
         by_matrix = [region for region in self.regions if region.by_matrix]
         sizes = (rule.parts[r.rule].workspace_bytes(piece.shape) for r in by_matrix for piece in r.pieces)
+        stagings = 2 if overlap else 1  # one fills while the other is consumed
         return plan_memory(
             self.units,
             self.regions,
@@ -333,7 +337,7 @@ class _Request:
             rings=rings,
             ahead=ahead,
             buffers=buffers,
-            stagings=2 if overlap else 1,
+            stagings=stagings,
             workspace_bytes=max(sizes, default=0),
             num_directions=rule.num_directions,
         )
@@ -345,8 +349,14 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
 
     Raises ConfigError if the settings allow no table.
     """
-    settings, regions, sharding, free = request.settings, request.regions, request.sharding, request.free
-    placement, residence = settings.placement, Residence(sharding=sharding)
+    settings = request.settings
+    regions = request.regions
+    sharding = request.sharding
+    free = request.free
+    placement = settings.placement
+
+    # Frozen weights in model files, then the common tier: both may leave nothing else to choose.
+    residence = Residence(sharding=sharding)
     if placement.parameters == FILES:
         residence = read_from_files(sharding, regions, placement.budget(HOST), free.host_bytes)
         if not residence.rows:
@@ -362,7 +372,11 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
         widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
         beside = bytes_on(DEVICE, request.allocations(residence, overlap, ahead=widest, buffers=2))
         free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-    most_numel, room = None, 0
+
+    # Room on the device for states updated there.
+    most_numel = None
+    room = 0
+    buffers = 2 if overlap else 1
     if update in (DEVICE, "both"):
         budget = _device_bytes(placement, free)
         most_numel = device_updates.tile_numel(regions, budget, sharding)
@@ -373,17 +387,20 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
             # direction.
             rows = {**residence.rows, **device_updates.all_on_device(regions, most_numel, sharding).rows}
             first = replace(residence, rows=rows, keeps_weights=True)
-            room = max(0, budget - bytes_on(DEVICE, request.allocations(first, overlap, buffers=2 if overlap else 1)))
+            room = max(0, budget - bytes_on(DEVICE, request.allocations(first, overlap, buffers=buffers)))
             # Leave room for the step itself; step memory is unknown here.
             room = room // 3 if update == "both" else room
+
+    # All other states: memory first, then disk.
     factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
     reserved = factors + read_ring(residence, regions) + residence.file_staging_bytes
     below, host_bytes = _tiers_below(placement, free, reserved + sum(_activation_rings(request).values()))
+    staged = staging_bytes(regions, buffers, sharding) if settings.optimizer.has_gradients else 0
     laid_out = lay_out(
         [region for region in regions if region.index not in residence.rows],
         below,
         keeps_gradients=settings.keeps_gradients,
-        staging_bytes=staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0,
+        staging_bytes=staged,
         host_bytes=host_bytes,
         sharding=sharding,
         update=update,
@@ -391,7 +408,9 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
         device_bytes=room,
     )
     residence = replace(residence, rows={**residence.rows, **laid_out.rows})
-    return residence, "cpu" if update == "both" and not residence.updated_on_device else update, free
+    if update == "both" and not residence.updated_on_device:  # the device has no room for any
+        update = "cpu"
+    return residence, update, free
 
 
 def _activation_rings(request: _Request) -> dict[str, int]:
@@ -404,14 +423,20 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
     """Return the ring sizes for disk transfers by name, True if copies overlap compute, the number of units fetched
     ahead, and the number of consecutive unit gradients on the device. `free`: see `choose_residence`.
     """
-    settings, regions, sharding = request.settings, request.regions, request.sharding
+    settings = request.settings
+    regions = request.regions
+    sharding = request.sharding
     rings = _activation_rings(request) | ring_bytes(residence, regions)
     overlap = request.overlaps(bool(rings) or bool(residence.indices_on(FILES)))
-    ahead, buffers = 0, 1
+    ahead = 0
+    buffers = 1
     if isinstance(settings.prefetch, int):
-        ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
+        ahead = settings.prefetch
+        buffers = 2 if overlap and ahead else 1
     elif overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
-        ahead, buffers = AUTO_LOOKAHEAD, 2
+        # Without a limit. Under one, memory left over after a step goes to slots and a second buffer.
+        ahead = AUTO_LOOKAHEAD
+        buffers = 2
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any(waits_on_disk(region, residence) for region in regions):
         planned = bytes_on(HOST, request.allocations(residence, overlap, rings, ahead, buffers))
@@ -430,7 +455,9 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
 
 def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
     """Raise DoesNotFitError if a budget or the host is too small for a plan. num_sharing: ranks on this machine."""
-    residence, free, resident = plan.residence, request.free, resident_regions(request.units)
+    residence = plan.residence
+    free = request.free
+    resident = resident_regions(request.units)
     sizes = {u.name: slot_bytes(u, resident, residence) for u in request.units if not u.in_records}
     largest = max(sizes, key=lambda name: sizes[name])
     floor = f"The largest unit is {largest} ({format_bytes(sizes[largest])} of weights). "
@@ -462,7 +489,8 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     rings, overlap, ahead, buffers = size_rings(request, residence, free)
     allocations = request.allocations(residence, overlap, rings, ahead, buffers)
     lower = replace(residence, common=HOST, keeps_weights=True)
-    unlimited = request.allocations(lower, overlap, rings, buffers=2 if overlap else 1)
+    most_buffers = 2 if overlap else 1
+    unlimited = request.allocations(lower, overlap, rings, buffers=most_buffers)
     device_bytes = full_device_bytes = request.settings.placement.budget(DEVICE)
     if full_device_bytes is None and request.free.total_device_bytes is not None:
         full_device_bytes = int(request.free.total_device_bytes * _SHARE_OF_FREE_MEMORY)
@@ -511,7 +539,8 @@ def _choose_tiers(request: _Request, residence: Residence, overlap: bool) -> Res
     """Return the table with the common tier: with "auto", the device if everything fits, else the host, which stands
     for all tiers below the device.
     """
-    placement, free = request.settings.placement, request.free
+    placement = request.settings.placement
+    free = request.free
     wants = tuple(HOST if want in (DISK, FILES) else want for want in (placement.parameters, placement.optimizer))
     parameters, states = wants
     if "auto" in wants:
@@ -524,8 +553,10 @@ def _choose_tiers(request: _Request, residence: Residence, overlap: bool) -> Res
             room = int(placement.optimizer_memory)
             fits = fits and optimizer_bytes(request.regions, request.sharding) <= room
         choice = DEVICE if fits else HOST
-        parameters = choice if wants[0] == "auto" else wants[0]
-        states = (HOST if parameters == HOST else choice) if wants[1] == "auto" else wants[1]
+        if parameters == "auto":
+            parameters = choice
+        if states == "auto":  # states on the device save nothing below weights on the host
+            states = HOST if parameters == HOST else choice
     return replace(residence, common=states, keeps_weights=DEVICE == parameters != states)
 
 

@@ -87,6 +87,7 @@ class Settings:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        # Each value alone.
         _check_rule(self.optimizer)
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
@@ -110,6 +111,7 @@ class Settings:
         _check(self.dispatch, ("never", "always"), "offload.dispatch")
         _check(self.delay, (0, 1), "train.delay")
         _check_number(self.delay_after, 0, "train.delay_after", "a number of steps, at least 0")
+        # Values together, then values that follow from others.
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
         experts = self.placement.experts
         if experts == "streamed":  # blocks with streamed experts run their own code
@@ -161,7 +163,9 @@ class Settings:
 
     def compile_on(self, device: str) -> str:
         """Return `compile` without auto: always or never, for a device in torch notation."""
-        return self.compile if self.compile != "auto" else "always" if compiles_by_default(device) else "never"
+        if self.compile != "auto":
+            return self.compile
+        return "always" if compiles_by_default(device) else "never"
 
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
         """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""
