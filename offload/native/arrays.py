@@ -43,11 +43,13 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         address = array.data_ptr()
     except AttributeError:  # numpy
         num_elements = array.size
-        contiguous, on_cpu = array.flags.c_contiguous, True
+        contiguous = array.flags.c_contiguous
+        on_cpu = True
         address = array.__array_interface__["data"][0]
     else:
         num_elements = array.numel()
-        contiguous, on_cpu = array.is_contiguous(), array.is_cpu
+        contiguous = array.is_contiguous()
+        on_cpu = array.is_cpu
     if not on_cpu:
         raise ConfigError(
             f"{name} is on {array.device}, but other arrays of this call are on the CPU; they must be on one device."
@@ -65,15 +67,23 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
     Raises ConfigError with `name`.
     """
     if hasattr(array, "data_ptr"):
-        address, num_bytes, is_cpu = array.data_ptr(), array.numel() * array.element_size(), array.is_cpu
-        contiguous, read_only = array.is_contiguous(), False
+        address = array.data_ptr()
+        num_bytes = array.numel() * array.element_size()
+        is_cpu = array.is_cpu
+        contiguous = array.is_contiguous()
+        read_only = False
     elif hasattr(array, "__array_interface__"):
-        address, num_bytes, is_cpu = array.__array_interface__["data"][0], array.nbytes, True
-        contiguous, read_only = array.flags.c_contiguous, not array.flags.writeable
+        address = array.__array_interface__["data"][0]
+        num_bytes = array.nbytes
+        is_cpu = True
+        contiguous = array.flags.c_contiguous
+        read_only = not array.flags.writeable
     else:
         raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
     if not (is_cpu and contiguous) or (writable and read_only):
-        wrong = "not contiguous" if not contiguous else f"on {array.device}" if not is_cpu else "read-only"
+        wrong = "read-only" if is_cpu else f"on {array.device}"
+        if not contiguous:
+            wrong = "not contiguous"
         raise ConfigError(f"{name} is {wrong} (shape {tuple(array.shape)}); it must be contiguous CPU memory.")
     return address, num_bytes
 
@@ -90,7 +100,8 @@ def tensor(
 
     dtype_name = _check_dtype(name, array, allowed)
     is_tensor = isinstance(array, torch.Tensor)
-    if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
+    contiguous = array.is_contiguous() if is_tensor else array.flags.c_contiguous
+    if not contiguous:
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
     if dtype_name in FP32_OR_BF16 - FP32:
@@ -99,8 +110,10 @@ def tensor(
         raise ConfigError(
             f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device."
         )
-    if like is not None and result.numel() != (like.numel() if length is None else length):
-        raise _wrong_length(name, result.numel(), like.numel() if length is None else length)
+    if like is not None:
+        expected = like.numel() if length is None else length
+        if result.numel() != expected:
+            raise _wrong_length(name, result.numel(), expected)
     return result
 
 
@@ -127,7 +140,8 @@ def empty_like(array: Any, dtype_name: str) -> Any:
         return torch.empty(array.shape, dtype=getattr(torch, dtype_name), device=array.device)
     import numpy
 
-    return numpy.empty(array.shape, dtype="uint16" if dtype_name == "bfloat16" else dtype_name)
+    numpy_name = "uint16" if dtype_name == "bfloat16" else dtype_name
+    return numpy.empty(array.shape, dtype=numpy_name)
 
 
 def _check_dtype(name: str, array: Any, allowed: frozenset[str]) -> str | None:

@@ -107,7 +107,8 @@ class File:
         finally:
             self._engine._files.discard(self)
             self._engine._backend.remove_file(self.fd)
-            fd, self.fd = self.fd, -1
+            fd = self.fd
+            self.fd = -1  # first: a closed number may be reused at once
             os.close(fd)
 
 
@@ -140,10 +141,14 @@ class IoEngine:
         self.registered_bytes = 0
         self.why_unregistered = ""
         self._in_flight: set[Ticket] = set()
+        """Also keeps the arrays alive: the kernel writes into them."""
         self._files: set[File] = set()
         self._registered: list[Any] = []  # kept alive, because the kernel keeps using registered pages
-        self._process = os.getpid()
-        self.name, self.why, self._backend = _choose(kind, depth, block_bytes)
+        self._process = os.getpid()  # a forked child has no threads of the engine
+        name, why, backend = _choose(kind, depth, block_bytes)
+        self.name = name
+        self.why = why
+        self._backend = backend
         self._closed = False
 
     def open(

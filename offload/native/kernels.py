@@ -186,7 +186,9 @@ def correct_adamw(
     3e-8 (2e-6 at r = 8, 3e-2 at 1024). A past lost in rounding is replaced by the smallest value consistent with
     exp_avg, so for no r a weight moves farther than AdamW can move it.
     """
-    applied_scale, grad_scale = c_float(applied_scale).value, c_float(grad_scale).value  # rounded as in the step
+    # Rounded as in the step: the difference of the scales is taken in float32.
+    applied_scale = c_float(applied_scale).value
+    grad_scale = c_float(grad_scale).value
     _check_settings(step, lr, betas, eps, applied_scale=applied_scale, grad_scale=grad_scale)
     beta1, beta2 = betas
     scalars = (
@@ -422,8 +424,10 @@ def _update(
         )
     state_dtypes = []
     for moment_name, moment in moments.items():
-        is_pair = isinstance(moment, tuple)
-        state_dtypes.append("int8" if is_pair else "bf16" if dtype_of(moment_name, moment) in BF16 else "fp32")
+        if isinstance(moment, tuple):
+            state_dtypes.append("int8")
+        else:
+            state_dtypes.append("bf16" if dtype_of(moment_name, moment) in BF16 else "fp32")
     states = state_dtypes[0] if state_dtypes else "fp32"
     if state_dtypes.count(states) < len(state_dtypes):
         raise ConfigError(
@@ -444,7 +448,7 @@ def _update(
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
         arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
         count = None if on_cpu(weights) else device_update.update(function, states, arguments, _update)
-        if count is None:
+        if count is None:  # a rule or a device without a kernel of its own
             count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
         return int(count) if on_cpu(weights) else count
     address, n, _ = flat(name, weights, dtypes)
@@ -484,7 +488,8 @@ def _call(
         rest = [tensor(name, other, dtypes, first) for name, other, dtypes in others]
         return getattr(torch_fallback, function)(first, *rest)
     address, n, is_bf16 = flat(name, array, allowed)
-    addresses, flags = [address], [is_bf16] if allowed is FP32_OR_BF16 else []
+    addresses = [address]
+    flags = [is_bf16] if allowed is FP32_OR_BF16 else []
     for name, other, dtypes in others:
         address, _, is_bf16 = flat(name, other, dtypes, n)
         addresses.append(address)

@@ -9,10 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# Constants of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 _MASK = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 7
+_ROUNDS = 7  # the fewest that pass the tests of the paper; ten are its reserve
 _DRAWN = 64  # elements per 16 neighbouring counters
 
 
@@ -22,10 +23,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     key0, key1 = key & _MASK, key >> 32
     for _ in range(_ROUNDS):
         # A 64-bit product wraps around in int64 without losing bits.
-        left, right = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        first, third = (right >> 32) ^ second ^ key0, (left >> 32) ^ fourth ^ key1
-        first, second, third, fourth = first & _MASK, right & _MASK, third & _MASK, left & _MASK
-        key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
+        left = first * _MULTIPLIERS[0]
+        right = third * _MULTIPLIERS[1]
+        first = ((right >> 32) ^ second ^ key0) & _MASK
+        third = ((left >> 32) ^ fourth ^ key1) & _MASK
+        second = right & _MASK
+        fourth = left & _MASK
+        key0 = (key0 + _WEYL[0]) & _MASK
+        key1 = (key1 + _WEYL[1]) & _MASK
     return first, second, third, fourth
 
 
@@ -45,7 +50,8 @@ BLOCK = 128
 """Weights per scale in 8-bit moments."""
 _UNITS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _LEAST_SIZE = 2.0**-23  # added to magnitudes
-_LEAST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
+_LEAST_NORMAL = 0x00800000  # bits of fp32
+_INFINITY = 0x7F800000
 
 
 def round_between(x: Tensor, out: Tensor, random: Tensor) -> None:
@@ -70,14 +76,17 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
     By exponent: factor and summand of numbers, fp32 [2, 8]. By level: slope, start and limit of positions, fp32 [3, 8].
     By upper exponent bits: level border, fp32 [16], with the level below in the lowest bits.
     """
-    numbers, places = torch.zeros(2, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
+    numbers = torch.zeros(2, 8, dtype=torch.float64)
+    places = torch.zeros(3, 8, dtype=torch.float64)
     numbers[0, 7] = 1 / (256 if is_signed else 255)
     numbers[1, 7] = 0 if is_signed else -numbers[0, 7].float().double()
     places[0, 0] = places[2, 0] = (128 if is_signed else 255) + 0.5
-    before, thresholds = 0.0, []
+    before = 0.0  # the largest number of the level below
+    thresholds = []
     for level, unit in enumerate(_UNITS):
         count = (1 if is_signed else 2) << level
-        first, place = unit * (0.1 + 0.45 / count), count if is_signed else count - 1
+        first = unit * (0.1 + 0.45 / count)
+        place = count if is_signed else count - 1
         thresholds.append((before + first) / 2 + _LEAST_SIZE)
         before = unit * (1 - 0.45 / count)
         step = unit * 0.9 / count

@@ -36,6 +36,7 @@ class RunTimeKernels:
     def __init__(self, text: str) -> None:
         self._text = text
         self._found: dict[tuple[torch.device, Hashable], Launch | None] = {}
+        """Kernels by device and key, compiled once: a compilation takes a tenth of a second and more."""
         self.refused: dict[torch.device, str] = {}
         """Devices without kernels, with the reason."""
 

@@ -20,7 +20,8 @@ SCRATCH_BYTES = 128 << 20
 takes 16 to 30 launches, on a GPU more time than a small piece itself.
 """
 _BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary bytes per element, by moment dtype
-_BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
+_BLOCK = 1 << 14  # csrc/reduce.cpp
+_LANES = 32  # csrc/reduce_kernel.inl
 _Rule = Callable[..., None]
 
 
@@ -135,7 +136,8 @@ def correct_adamw(
     """Change a step with `applied_scale` into a step with `grad_scale`. See `offload.native.kernels.correct_adamw`."""
     if applied_scale == grad_scale:
         return
-    correction, weight1 = _scalar(sqrt_correction2, weight), _scalar(lerp_weight, weight)
+    correction = _scalar(sqrt_correction2, weight)
+    weight1 = _scalar(lerp_weight, weight)
 
     def change(m: Tensor, v: Tensor) -> Tensor:
         return (m * neg_step_size).div_(_sqrt(v).div_(correction).add_(eps))
@@ -240,6 +242,7 @@ def sum_squares(x: Tensor) -> Tensor:
         sums = torch.zeros(num_blocks, _LANES, dtype=torch.float64)
         for row in range(lanes.shape[1]):
             sums += lanes[:, row]
+        # In halves, as the C++ kernel folds its vectors: another order would have other bits.
         while sums.shape[1] > 1:
             sums = sums[:, : sums.shape[1] // 2] + sums[:, sums.shape[1] // 2 :]
         for block_sum in sums.flatten():

@@ -243,14 +243,16 @@ class UpdateRule(ABC):
 
     def choose(self, parameter: ParameterTraits) -> RuleChoice:
         """Return the settings for a parameter. Raises ConfigError."""
-        chosen, first = self.default(parameter), 1 + len(self.others)
+        chosen = self.default(parameter)
+        first = 1 + len(self.others)  # index in `parts` of the next group's rule
         for pattern, values in self.groups:
             rule = values.get("rule")
             if re.search(pattern, parameter.name):
                 if rule is not None:
                     chosen = rule.choose(parameter)
                     chosen = replace(chosen, rule=first + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(rule))
-                scale, decay = values.get("lr_scale", 1.0), values.get("weight_decay", chosen.weight_decay)
+                scale = values.get("lr_scale", 1.0)
+                decay = values.get("weight_decay", chosen.weight_decay)
                 return replace(chosen, lr_scale=chosen.lr_scale * scale, weight_decay=decay)
             first += 0 if rule is None else len(rule.parts)
         return chosen

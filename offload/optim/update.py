@@ -47,17 +47,21 @@ def update_tile(
     parameters keep weights and moments, as in torch. scale: factor on the gradients (clipping coefficient).
     applied_scale: correct an update already made (and counted) with this scale to the result for `scale`.
     """
-    if tile.stale is not None:
+    if tile.stale is not None:  # the pass computes with the stale plane, and the update writes beside it
         planes = {**planes}
         planes["weights"].copy_(planes.pop(STALE))
     num_wrong: int | torch.Tensor = 0
     rules, infos, lr, seed, workspace = settings
-    gradients, rule = planes["gradients"], rules[state.region.rule]
+    gradients = planes["gradients"]
+    rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
     flats = [(name, flat, table[name]) for name, flat in planes.items() if name != CODES]
     for span, (steps, lr_scale, weight_decay, position) in alike_runs(state, tile, touched, infos, one_by_one):
-        states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
+        states = {}
+        for name, flat, plane in flats:
+            elements = span if plane.block == 1 else plane.cut(span)
+            states[name] = flat[elements]
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if position is not None:
             piece = state.region.pieces[position]
@@ -96,10 +100,11 @@ def alike_runs(
     With `one_by_one`, every parameter is a separate run, and the settings include the position in the region.
     """
     region = state.region
-    alike: list[_Alike | None] = [
-        (steps, infos[index].lr_scale, infos[index].weight_decay, position if one_by_one else None) if takes else None
-        for position, (index, steps, takes) in enumerate(zip(region.parameters, state.steps, touched, strict=True))
-    ]
+    alike: list[_Alike | None] = []
+    for position, (index, steps, takes) in enumerate(zip(region.parameters, state.steps, touched, strict=True)):
+        info = infos[index]
+        own_position = position if one_by_one else None
+        alike.append((steps, info.lr_scale, info.weight_decay, own_position) if takes else None)
     for common, run in groupby(range(len(alike)), alike.__getitem__):
         positions = list(run)
         first, last = positions[0], positions[-1]
@@ -112,7 +117,7 @@ def alike_runs(
 def total_norm(squares: Iterable[float]) -> float:
     """Return the square root of the fp64 sum, in order, over the squared norms of parameters or parameter pieces."""
     total = 0.0
-    for value in squares:
+    for value in squares:  # not sum(): from Python 3.12 on it compensates, and gives other bits
         total += value
     return math.sqrt(total) if total == total and total >= 0.0 else math.nan
 

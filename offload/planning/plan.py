@@ -555,7 +555,7 @@ def _choose_tiers(request: _Request, residence: Residence, overlap: bool) -> Res
         choice = DEVICE if fits else HOST
         if parameters == "auto":
             parameters = choice
-        if states == "auto":  # states on the device save nothing below weights on the host
+        if states == "auto":  # beside weights on the host, states on the device save nothing
             states = HOST if parameters == HOST else choice
     return replace(residence, common=states, keeps_weights=DEVICE == parameters != states)
 
