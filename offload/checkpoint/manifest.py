@@ -39,8 +39,11 @@ CHUNK_BYTES = 4 << 20
 checksums; small enough to hold several in memory.
 """
 _MOST_CHUNK_BYTES = 64 << 20  # a reader holds several chunks
-_FORMAT, _VERSION = "offload checkpoint", 1
-_HEAD, _DIGITS = b'{"checksum": "', 16
+_FORMAT = "offload checkpoint"
+_VERSION = 1
+# The checksum comes first, at a fixed place, so that it covers all bytes behind it.
+_HEAD = b'{"checksum": "'
+_DIGITS = 16
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", not hidden: stays inside
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DTYPE_OF = {
@@ -184,7 +187,9 @@ class Manifest(BaseModel):
         try:
             fields = json.loads(data)
             del fields["checksum"]
-            format_name, version = fields["format"], fields["version"]
+            format_name = fields["format"]
+            version = fields["version"]
+            # Before the fields are checked: a later version may have others.
             if format_name != _FORMAT or version != _VERSION:
                 newer = isinstance(version, int) and version > _VERSION
                 raise CheckpointError(
@@ -214,6 +219,7 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is not a valid name of a data file")
             if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
                 raise ValueError(f"{name} has {file.num_bytes} bytes and {len(file.checksums)} checksums")
+        # Slices must fill each file exactly: a byte outside would be neither state nor checked.
         covered = dict.fromkeys(self.files, 0)
         for name, parameter in self.parameters.items():
             for plane, stored in parameter.planes.items():

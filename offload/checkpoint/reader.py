@@ -69,11 +69,13 @@ class Reader:
         in_part: data files may be absent; absent files cannot be read.
         """
         self.path = folder
-        self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # least recently requested first
         self._files: dict[str, io.FileIO] = {}
-        self._coming: Iterator[_Key] = iter(())
+
+        # Chunks in memory.
+        self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # least recently requested first
+        self._coming: Iterator[_Key] = iter(())  # chunks to read next
         self._ahead: set[_Key] = set()  # chunks from `_coming` in memory but not yet requested
-        self._is_announced = False
+        self._is_announced = False  # True while the caller has told the next reads
         self._report: Report = lambda _num_bytes: None
         with contextlib.ExitStack() as opened:
             with _as_checkpoint_errors(folder):
@@ -180,14 +182,16 @@ class Reader:
     def _stretches(self, span: Span) -> Iterator[tuple[str, int, int]]:
         """Yield (file, byte offset, bytes) for each stored part of a span."""
         name, plane, begin, numel = span
-        slices, end = self._manifest.parameters[name].planes[plane].slices, begin + numel
+        slices = self._manifest.parameters[name].planes[plane].slices
+        end = begin + numel
         width = self.contents[name].planes[plane].itemsize
         index = bisect.bisect_right(slices, begin, key=_BEGIN) - 1
         while begin < end:
             stored = slices[index]
             stop = min(end, stored.end)
             yield stored.file, stored.offset + (begin - stored.begin) * width, (stop - begin) * width
-            begin, index = stop, index + 1
+            begin = stop
+            index += 1
 
     def _chunks(self, spans: Iterable[Span]) -> Iterator[_Key]:
         """Yield the chunk keys covered by spans, possibly with repetitions."""
@@ -198,7 +202,8 @@ class Reader:
                     yield name, index
 
     def _plan(self, coming: Iterator[_Key]) -> None:
-        self._coming, self._is_announced = coming, False
+        self._coming = coming
+        self._is_announced = False
         self._ahead.clear()
 
     def _copy(self, name: str, offset: int, out: np.ndarray) -> None:
@@ -211,7 +216,8 @@ class Reader:
             out[:size] = self._chunk((name, index))[within : within + size]
             if within + size == whole:
                 self._release((name, index))
-            out, offset = out[size:], offset + size
+            out = out[size:]
+            offset += size
 
     def _chunk(self, key: _Key) -> np.ndarray:
         """Return a verified chunk, and start to read the next ones."""
@@ -246,18 +252,23 @@ class Reader:
         """Release a chunk buffer for reuse."""
         chunk = self._kept.pop(key)
         self._ahead.discard(key)
-        if not chunk.reading.cancel():
+        if not chunk.reading.cancel():  # a running read still fills the buffer
             wait([chunk.reading])
         self._free.append(chunk.buffer)
 
     def _load(self, name: str, index: int, buffer: np.ndarray) -> None:
         """Read a chunk into the beginning of `buffer` and verify the checksum. Runs in a pool thread."""
-        path, fd, file = self.path / name, self._files[name].fileno(), self._manifest.files[name]
-        offset, size, done, is_refused = index * file.chunk_bytes, file.chunk_size(index), 0, False
+        path = self.path / name
+        fd = self._files[name].fileno()
+        file = self._manifest.files[name]
+        offset = index * file.chunk_bytes
+        size = file.chunk_size(index)
+        done = 0
+        is_refused = False
         memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, even at the file end
         with _as_checkpoint_errors(path):
             while done < size:
-                if (offset + done) % mmap.PAGESIZE:
+                if (offset + done) % mmap.PAGESIZE:  # after a short read
                     set_direct(fd, False)
                 try:
                     count = os.preadv(fd, [memory[done:]], offset + done)

@@ -58,6 +58,7 @@ def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
         for disk in filter(None, disks):
             present.setdefault(disk.mark, set()).update(disk.present)
         missing = {disk: sorted(disk.files - present[disk.mark]) for disk in filter(None, disks)}
+        # Disks may hold different saves of one name: the most complete one counts.
         best = min(missing, key=lambda disk: len(missing[disk]), default=None)
         if best is None or missing[best]:
             name = MANIFEST if best is None else missing[best][0]
@@ -105,6 +106,7 @@ def copy_missing_files(comm: Comm, reader: Reader, wanted: Collection[str]) -> N
 def broadcast_value(comm: Comm, value: _Value, label: str) -> _Value:
     """Return the value from rank 0, with any length. Collective."""
     data = pickle.dumps(value if comm.rank == 0 else None)
+    # The length first: the other ranks need a buffer of this size.
     num_bytes = comm.from_rank(0, len(data), f"{label}: length")
     flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
     comm.broadcast(flat, 0, label)

@@ -74,24 +74,32 @@ class Writer:
         """
         self.path = folder / f"rank-{rank}.bin"
         self.num_bytes = 0
-        self.contents, self._chunk_bytes = contents, chunk_bytes
+        self.contents = contents
+        self._chunk_bytes = chunk_bytes
+
+        # Of the manifest.
         self._slices: list[tuple[str, str, Slice]] = []
-        self._checksums: dict[int, str] = {}
+        self._checksums: dict[int, str] = {}  # by chunk index, because writes end in any order
+
+        # Buffers.
         # Last in, first out: reuse warm buffers, so only the needed part of the spare memory is ever touched.
         self._free: queue.LifoQueue[np.ndarray] = queue.LifoQueue()
         try:
             buffers = list(chunk_buffers(_BUFFERS + spare_bytes // chunk_bytes, chunk_bytes))
         except OSError:  # address-space limit, or strict overcommit
-            spare_bytes, buffers = 0, list(chunk_buffers(_BUFFERS, chunk_bytes))
+            spare_bytes = 0
+            buffers = list(chunk_buffers(_BUFFERS, chunk_bytes))
         self.spare_bytes = spare_bytes
         for buffer in buffers:
             self._free.put(buffer)
-        self._chunk: np.ndarray | None = None
-        self._error: Exception | None = None
-        self._writes: set[asyncio.Task[Any]] = set()
+        self._chunk: np.ndarray | None = None  # being filled
+
+        # Writes in the event loop.
+        self._error: Exception | None = None  # the first one
+        self._writes: set[asyncio.Task[Any]] = set()  # own ones alone: two closes would wait for each other
         self._turns = asyncio.Semaphore(_IN_FLIGHT)  # a write still waiting here is skipped after an error
         self._closing = asyncio.Lock()
-        self._ended: Future[None] | None = None
+        self._ended: Future[None] | None = None  # set by `end`
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
@@ -189,7 +197,8 @@ class Writer:
 
     def _note(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
         """Record a slice, merged with the previous one if adjacent."""
-        end, offset = begin + tensor.numel(), self.num_bytes
+        end = begin + tensor.numel()
+        offset = self.num_bytes
         if self._slices:
             last_name, last_plane, last = self._slices[-1]
             if (last_name, last_plane, last.end) == (name, plane, begin):
@@ -263,13 +272,15 @@ async def _open(path: Path) -> Any:
 
 def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     """Write a chunk. Return the checksum."""
-    rest, at = data.data, offset
+    rest = data.data
+    at = offset
     while rest:
         # Partial pages (end of file, or a short write on a full disk) must go through the page cache.
         if (len(rest) | at) % mmap.PAGESIZE:
             set_direct(fd, False)
         count = os.pwrite(fd, rest, at)  # Python retries after a signal
-        rest, at = rest[count:], at + count
+        rest = rest[count:]
+        at += count
     return checksum(data)
 
 

@@ -25,7 +25,8 @@ from offload.native.io import disk_error
 LOCK = "manifest.json"
 """Last file written to a checkpoint; reused as the lock file to avoid a separate one."""
 _LEFTOVER = re.compile(r"(.+)\.(partial|replaced|removed)-[0-9a-f]{8}")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
+_AT_FDCWD = -100  # from linux/fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h
 
 
 def clear(parent: Path) -> list[Path]:

@@ -34,7 +34,8 @@ def open_nameless(directory: str | os.PathLike[str], flags: int) -> int:
     except OSError as error:
         if error.errno not in _HAS_NONE:
             raise
-    path, fd = Path(directory) / f".offload-{secrets.token_hex(8)}", -1
+    path = Path(directory) / f".offload-{secrets.token_hex(8)}"
+    fd = -1
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     finally:  # some file systems reject O_DIRECT only after creating the file
@@ -78,7 +79,8 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
     for place in places:
         on_disk.setdefault(place.stat().st_dev, []).append(place)
     for same_disk in on_disk.values():
-        need, free = share * len(same_disk), free_bytes(same_disk[0])
+        need = share * len(same_disk)
+        free = free_bytes(same_disk[0])
         if need <= free:
             continue
         raise DoesNotFitError(
@@ -93,11 +95,13 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
 
 def file_system(path: Path) -> str:
     """Return the file system type for a resolved path, for example ext4; "unknown" if no mount is listed."""
-    type_name, longest = "unknown", -1
+    type_name = "unknown"
+    longest = -1
     for partition in psutil.disk_partitions(all=True):
         mounted = Path(partition.mountpoint)
         if len(mounted.parts) >= longest and path.is_relative_to(mounted):  # on one mount point, the later mount wins
-            type_name, longest = partition.fstype, len(mounted.parts)
+            type_name = partition.fstype
+            longest = len(mounted.parts)
     return type_name
 
 

@@ -126,6 +126,7 @@ class TensorFile:
         end = math.prod(entry.shape) if end is None else end
         values = torch.empty(end - begin, dtype=entry.dtype)
         self._opened.read(as_bytes(values), entry.begin + begin * entry.dtype.itemsize)
+        # max() propagates NaN in one read, without a mask as large as the values.
         if entry.dtype in _WITH_NAN and values.numel() and values.max().isnan():
             first = begin + int(values.isnan().nonzero()[0])
             raise ConfigError(
@@ -136,7 +137,8 @@ class TensorFile:
 
     def hash(self, name: str) -> str:
         """Return the XXH3-128 of the tensor bytes, hexadecimal. Raises DiskError."""
-        digest, entry = xxhash.xxh3_128(), self.entries[name]
+        digest = xxhash.xxh3_128()
+        entry = self.entries[name]
         for begin in range(entry.begin, entry.end, PIECE_BYTES):
             piece = memoryview(bytearray(min(PIECE_BYTES, entry.end - begin)))
             self._opened.read(piece, begin)
@@ -178,6 +180,7 @@ class TensorFile:
             entries = {name: _entry(value, 8 + length) for name, value in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._damaged(f"its header cannot be read ({type(error).__name__}: {error})") from None
+        # Tensors lie one behind the other, without holes: anything else is a damaged or a foreign file.
         end = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
