@@ -52,9 +52,12 @@ def own_accelerator(
     Without a name or an index: the device already selected in this thread (`set_device`), else the index in LOCAL_RANK,
     else the first. Raises ConfigError with the flag name if no such device exists.
     """
-    requested, available = parse_device(name, flag), accelerators()
-    if not available if requested is None else requested.type == "cpu":
-        if requested is None and (why := unusable_gpu(environ)):
+    requested = parse_device(name, flag)
+    available = accelerators()
+    if requested is not None and requested.type == "cpu":
+        return None
+    if requested is None and not available:
+        if why := unusable_gpu(environ):
             warn(why)
         return None
     if requested is not None and requested.type not in {each.device.type for each in available}:
@@ -135,11 +138,13 @@ class Accelerator:
     _sleeping: Mapping[str, bool] = {}
 
     def __init__(self, device: torch.device, module: Any) -> None:
-        self.device, self.module = device, module
+        self.device = device
+        self.module = module
 
     def describe(self) -> dict[str, Any]:
         """Return torch device properties as plain data. "pci" is the bus address, for example "0000:3b:00.0"."""
-        properties, device_type = self.module.get_device_properties(self.device), self.device.type
+        properties = self.module.get_device_properties(self.device)
+        device_type = self.device.type
         description = {"name": properties.name, "memory_bytes": properties.total_memory}
         description["runtime"] = (
             f"{device_type.upper()} {getattr(torch.version, device_type, None) or torch.version.hip}"
@@ -243,7 +248,8 @@ class Accelerator:
 
     def event(self, *, is_timed: bool = False, sleeps: bool = False) -> torch.Event:
         """Return an event. sleeps: a waiting host thread yields the core, if the device type supports this."""
-        return self.module.Event(enable_timing=is_timed, **(self._sleeping if sleeps else {}))
+        more = self._sleeping if sleeps else {}
+        return self.module.Event(enable_timing=is_timed, **more)
 
     def wait(self) -> None:
         """Wait until the device has finished all submitted work. Raises RuntimeError after a device failure."""
@@ -291,7 +297,8 @@ class CudaAccelerator(Accelerator):
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
         # torch `_compile_kernel` does the same but needs the headers from an installed CUDA toolkit.
-        properties, tools = self.module.get_device_properties(self.device), self.module._utils
+        properties = self.module.get_device_properties(self.device)
+        tools = self.module._utils
         own = ["--gpu-architecture=sm_{0.major}{0.minor}", "-default-device"]
         if torch.version.hip:
             own = ["--offload-arch={0.gcnArchName}", "-ffp-contract=off"]
@@ -330,7 +337,9 @@ def compiled_image(
 
     Raises RuntimeError with the compiler log.
     """
-    program, size, lowered = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
+    lowered = ctypes.c_char_p()
 
     def check(error: int, doing: str) -> None:
         if error:

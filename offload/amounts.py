@@ -57,7 +57,9 @@ class Tally:
     """A count of work done, as a `Measure`. Only the work adds to it."""
 
     def __init__(self, total: int, unit: str = BYTES) -> None:
-        self.done, self.total, self.unit = 0, total, unit
+        self.done = 0
+        self.total = total
+        self.unit = unit
 
     def add(self, size: int) -> None:
         self.done += size

@@ -55,7 +55,8 @@ _hints = cache(typing.get_type_hints)
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    origin, parts = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    origin = typing.get_origin(annotation) or annotation
+    parts = typing.get_args(annotation)
     if annotation is Any:
         return True
     if origin in (typing.Union, types.UnionType):

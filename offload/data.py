@@ -37,7 +37,8 @@ _HEAD, _TAIL = 600, 300  # characters shown from a long piece
 def main(words: list[str]) -> int:
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.data", description=DESCRIPTION, own=OPTIONS)
-    num_samples, as_json = _num_samples(own["samples"]), is_on(own, "json")
+    num_samples = _num_samples(own["samples"])
+    as_json = is_on(own, "json")
     page = None if own["page"] is None else Path(own["page"]).expanduser()
     from offload.app.training.task import check_names
 
@@ -114,10 +115,12 @@ def _row(sample: Sample, in_colour: bool) -> Text:
     """Return the row text, limited to the first documents; trained tokens are in colour or between marks."""
     from rich.text import Text
 
-    row, is_open = Text(), False
+    row = Text()
+    is_open = False
     begins = [index for index, piece in enumerate(sample.pieces) if piece.begins_document]
     left_out = max(0, len(begins) - _MOST_DOCUMENTS)
-    for piece in sample.pieces[: begins[_MOST_DOCUMENTS] if left_out else None]:
+    end = begins[_MOST_DOCUMENTS] if left_out else None
+    for piece in sample.pieces[:end]:
         is_trained = piece.kind == "trained"
         if is_open and (piece.begins_document or not is_trained):
             row.append("" if in_colour else "⟧")
@@ -134,7 +137,8 @@ def _row(sample: Sample, in_colour: bool) -> Text:
 
 def _shown(piece: Piece) -> str:
     """Return a piece for the terminal; a long one is cut to both ends."""
-    text, left_out = piece.text, len(piece.text) - _HEAD - _TAIL
+    text = piece.text
+    left_out = len(text) - _HEAD - _TAIL
     if left_out <= 0:
         return text
     return f"{text[:_HEAD]} [... {left_out:,} characters, which --page shows ...] {text[-_TAIL:]}"

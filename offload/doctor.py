@@ -87,7 +87,8 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _live(diagnosis: dict[str, Any]) -> list[tuple[str, str]]:
-    kernels, io = diagnosis["kernels"], diagnosis["io"]
+    kernels = diagnosis["kernels"]
+    io = diagnosis["io"]
     why_torch = "" if kernels["native"] else f"\nslower than C++: {kernels['missing_because']}"
     name = "C++" if kernels["native"] else "torch"
     return [

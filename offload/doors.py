@@ -27,7 +27,8 @@ class Door(Mapping[str, T], Generic[T]):
     def __init__(self, kind: str, own: Mapping[str, T]) -> None:
         """`kind`: name of the door, in messages and in `ENTRIES`. `own`: objects of the core."""
         extras = import_module("offload.extras")
-        self._kind, self._objects = kind, dict(own)
+        self._kind = kind
+        self._objects = dict(own)
         self._places: Mapping[str, str] = extras.ENTRIES.get(kind, {})
         self._unused: Mapping[str, tuple[str, object]] = extras.UNUSED.get(kind, {})
 

@@ -159,9 +159,11 @@ _BETWEEN = {"offload", "torch", "transformers", "accelerate", "trl", "peft", "co
 
 def warn(text: str) -> None:
     """Warn at the user code line behind this call, not inside a library."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     warnings.warn(text, stacklevel=level)
 
 

@@ -104,7 +104,8 @@ def main(words: list[str]) -> int:
         from offload.app.hf.push import HubUpload  # only here: an export needs no network
 
         upload = HubUpload(options.push, private=options.private)
-    exporter = EXPORTERS["adapter" if is_adapter else "whole"]
+    contents = "adapter" if is_adapter else "whole"
+    exporter = EXPORTERS[contents]
     merge = {"merge": options.merge, "base": options.base, "onto_original": options.onto == "original"}
     print(exporter(folder, out, DTYPES[options.dtype], shard_bytes, **merge))
     if upload is not None:

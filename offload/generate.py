@@ -86,7 +86,9 @@ def main(words: list[str]) -> int:
         memory_bytes = free_memory(own)
     choices = SamplingOptions(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
     adapter = None if options.adapter is None else Path(options.adapter).expanduser()
-    num_tokens, seconds, bytes_read = 0, 0.0, 0
+    num_tokens = 0
+    seconds = 0.0
+    bytes_read = 0
     with (
         contextlib.ExitStack() as reading,
         Sampler(
@@ -115,7 +117,8 @@ def main(words: list[str]) -> int:
             reading.close()
             print()
             _comment(sampler, generation, options)
-            num_tokens, seconds = num_tokens + len(generation.token_ids), seconds + generation.seconds
+            num_tokens += len(generation.token_ids)
+            seconds += generation.seconds
             bytes_read += generation.bytes_read
     rate = num_tokens / seconds if seconds else 0.0
     say(
@@ -139,7 +142,8 @@ def _typed_lines() -> Iterator[str]:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # lines can be edited
         say("a conversation: a line is a turn; /exit or Ctrl-D ends it")
-    while (line := _line("> " if is_terminal else "")) not in (None, "/exit"):
+    question = "> " if is_terminal else ""
+    while (line := _line(question)) not in (None, "/exit"):
         if line and line.strip():
             yield line
 

@@ -40,11 +40,12 @@ class Interrupts:
         """Reset all state, for example in a child forked during engine work."""
         self.num_forced = 0
         self._main = threading.main_thread().ident
-        self._depth = self._firmness = 0
+        self._depth = 0  # open contexts
+        self._firmness = 0  # open contexts without safe points
         self._pending: int | None = None  # the pending signal
-        self._handlers: dict[int, _Handler] = {}
+        self._handlers: dict[int, _Handler] = {}  # of the program, put back at the end
         self._threads: set[int] = set()  # threads doing work for the context
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: list[Callable[[], None]] = []  # of threads that wait: a wait is a safe point
 
     def __enter__(self) -> None:
         if threading.get_ident() != self._main:
@@ -74,7 +75,7 @@ class Interrupts:
         Call only with consistent state, or state made consistent by the exception handling.
         """
         if self._pending is not None and not self._firmness and threading.get_ident() in self._threads:
-            number, self._pending = self._pending, None
+            number, self._pending = self._pending, None  # together: no signal comes between
             self._handlers[number](number, None)
 
     @contextmanager
@@ -105,13 +106,13 @@ class Interrupts:
             self._threads.discard(threading.get_ident())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        waiting, self._pending = self._pending, number
+        waiting, self._pending = self._pending, number  # together, as in `check`
         if waiting is None and self._depth:
             for wake in list(self._wakes):
                 wake()
             return
         self._pending = None
-        try:
+        try:  # a second signal, or one outside the context: passed on at once
             for each in (waiting, number):
                 if each is not None:
                     self._handlers[each](each, frame)

@@ -47,7 +47,9 @@ def main(words: list[str]) -> int:
             "offload.replay BASE_FOLDER RUN repeats such a run bit for bit; tests/engine/test_zeroth_order.py compares "
             "its steps with MeZO in plain PyTorch."
         )
-    num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
+    num_steps = _steps(own["steps"])
+    same_order = is_on(own, "same-order")
+    as_json = is_on(own, "json")
     for key in ("lora.restart_every", "optimizer.reset_every"):
         if 0 < (every := config.get(key)) < num_steps:
             raise ConfigError(
@@ -59,13 +61,14 @@ def main(words: list[str]) -> int:
             f"offload.link_gradients is {config.offload.link_gradients}, but the resident side is one process and "
             "sends no gradients: set --offload.link_gradients exact."
         )
+    tell: ShowLine = say if as_json else print  # with --json, standard output has the result alone
     if num_ranks > 1:
         config.check_ranks(num_ranks)
         with importing():
             import torch.distributed.launcher.api  # noqa: F401
-        return launch("offload.parity", words, num_ranks, debug=config.run.debug, say=say if as_json else print)
+        return launch("offload.parity", words, num_ranks, debug=config.run.debug, say=tell)
     is_first = os.environ.get("RANK", "0") == "0"
-    show_line: ShowLine = (say if as_json else print) if is_first else (lambda _text: None)
+    show_line: ShowLine = tell if is_first else (lambda _text: None)
     if not is_launched:
         show_line(f"offload {__version__}: loading torch and transformers ...")
     # cuBLAS reads this variable at initialization; with this value, results are repeatable.
@@ -159,7 +162,8 @@ def show(result: ParityResult) -> None:
     for text in result.reasons:
         print(f"the order of sums differs: {text}")
     if result.tolerance is not None:
-        numbers, of_weights = result.tolerance["numbers"], result.tolerance["weights"]
+        numbers = result.tolerance["numbers"]
+        of_weights = result.tolerance["weights"]
         print(
             f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their "
             "change in training"

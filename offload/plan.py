@@ -141,7 +141,8 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     """Yield the heading: model, hardware, and the placement chosen by `train`."""
     from offload.extras.plan.run_forecast import describe_placement
 
-    machines, ranks = prediction.hardware.num_machines, ""
+    machines = prediction.hardware.num_machines
+    ranks = ""
     if prediction.total_ranks > 1:
         replicas = (
             f" on {machines} machines, with {prediction.num_replicas} copies of the model" if machines > 1 else ""
@@ -170,7 +171,8 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
             f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
         )
         yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
-    structure, plan = prediction.prepared.structure, prediction.prepared.plan
+    structure = prediction.prepared.structure
+    plan = prediction.prepared.plan
     yield from filter(
         None,
         (
@@ -184,7 +186,8 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
         yield f"network: {format_bytes(prediction.network_bytes)} a step from each machine to the others"
     if prediction.written_bytes:
         document = prediction.to_dict()
-        day, days = document["nvme_written_bytes_per_day"], document["nvme_endurance_days"]
+        day = document["nvme_written_bytes_per_day"]
+        days = document["nvme_endurance_days"]
         lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
         yield f"disk: {format_bytes(prediction.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
     for other in prediction.alternatives:

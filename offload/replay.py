@@ -34,7 +34,8 @@ class Options:
 
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.replay", description=DESCRIPTION)
-    base, run = Path(options.base).expanduser(), Path(options.run).expanduser()
+    base = Path(options.base).expanduser()
+    run = Path(options.run).expanduser()
     out = Path(options.out).expanduser() if options.out else run / "replayed"
     for folder, needs in ((base, ()), (run, ("config.yaml", "metrics.jsonl"))):
         missing = next((name for name in needs if not (folder / name).is_file()), "")

@@ -68,10 +68,12 @@ def main(words: list[str]) -> int:
 
 def _check(folder: Path, verify: Callable[[Path], str], show: Callable[[str], object]) -> dict[str, Any]:
     """Check one folder with `verify`, show the result and return a JSON object."""
+    is_whole = True
     try:
-        description, is_whole = verify(folder), True
+        description = verify(folder)
     except OffloadError as error:
-        description, is_whole = " ".join(str(error).split()), False
+        is_whole = False
+        description = " ".join(str(error).split())
     show(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {description}")
     return {"path": str(folder), "whole": is_whole, "found": description}
 

@@ -54,6 +54,7 @@ class DeviceRanks(_AcceleratorRanks):
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # name since torch 2.13
         self._group = make_group(groups, self._accelerator.backend, self._timeout)
         self._enqueued: deque[tuple[Position, torch.Event]] = deque()
+        """Collectives in the stream. A hang there must show as a wait, although the host has gone on."""
         self._looking = threading.Lock()
 
     @contextmanager
@@ -198,8 +199,13 @@ def open_comm(
     if exists and not local and num_devices:
         environ = {**environ, "LOCAL_RANK": str(dist.get_rank() % num_devices)}
     accelerator = own_accelerator(device, environ)
-    torch_device, backend = device_of(accelerator), None if accelerator is None else accelerator.backend
-    comm_class = DeviceRanks if backend else Ranks if accelerator is None else StagedRanks
+    torch_device = device_of(accelerator)
+    backend = None if accelerator is None else accelerator.backend
+    comm_class: type[Ranks]
+    if accelerator is None:
+        comm_class = Ranks
+    else:
+        comm_class = DeviceRanks if backend else StagedRanks
     start_time = time.monotonic()
     try:
         start = timedelta(seconds=times.start_s)
@@ -253,7 +259,8 @@ def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         meeting = str(store.get(f"offload-meeting-{word}"), "ascii")
         store.set(f"offload-{meeting}-{rank}", "")
         return meeting
-    meeting, deadline = str(store.add("offload-meetings", 1)), time.monotonic() + timeout.total_seconds()
+    meeting = str(store.add("offload-meetings", 1))
+    deadline = time.monotonic() + timeout.total_seconds()
     absent = set(range(1, size))
     while absent:
         for other in [other for other in absent if store.check([f"offload-word-{other}"])]:

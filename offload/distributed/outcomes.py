@@ -19,7 +19,8 @@ def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
     for digest in dict.fromkeys(digests):
         if digest != most:
             ranks = [rank for rank, other in enumerate(digests) if other == digest]
-            own, expected = _flatten(values[ranks[0]]), _flatten(values[reference])
+            own = _flatten(values[ranks[0]])
+            expected = _flatten(values[reference])
             keys = [key for key in {**expected, **own} if own.get(key, _UNSET) != expected.get(key, _UNSET)]
             listed = "; ".join(f"{key}{_show(own, key)} instead of {_show(expected, key).strip()}" for key in keys[:8])
             more = f"; and {len(keys) - 8} more" if len(keys) > 8 else ""

@@ -126,8 +126,10 @@ class CollectiveQueue:
 
     def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
         self.group, self.back_group = (make_group(groups, "gloo", timeout) for _ in range(2))
+        """Two groups have two connections: exchanges in both directions do not wait for each other."""
         self.lock = threading.Lock()
-        self.position = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
+        among = None if groups is None else frozenset(dist.get_process_group_ranks(self.group))
+        self.position = Position(among=among)
 
 
 def _scatter(
@@ -170,16 +172,23 @@ class Ranks(Comm):
         """`address`: this rank's address for other machines. `local`: (local rank, local size) from the launcher (None:
         unknown).
         """
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.machines = (0,) * self.size  # until `_locate` or the launcher gives the machines
-        self.device, self._owns_default, self._address = device, owns_default, address
+        self.device = device
+        self._owns_default = owns_default  # the default process group, to be destroyed at the end
+        self._address = address
         # The watchdog ends a hang; gloo and NCCL must not time out earlier.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
+
+        # Until there is a watchdog.
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception]
         self._explain = lambda error: RankLostError(f"The ranks could not start: {error}", None)
+
         self._parts: dict[str, tuple[Ranks, ...]] = {}
+        """Communicators of groups, by purpose. Each owns process groups, created by all ranks in one order."""
         self._subgroups: dict[tuple[int, ...], Any] = {}  # by ranks
         self._errors: list[BaseException] = []  # shared by all parts
         self._open_queues(None)
@@ -188,8 +197,9 @@ class Ranks(Comm):
         except OSError as error:
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
         self._watch = Watchdog(self.rank, connections, self.look, times, self._enter)
-        self._check, self._explain = self._watch.check, self._watch.explain
-        if local:
+        self._check = self._watch.check
+        self._explain = self._watch.explain
+        if local:  # as the launcher sees the machine
             self.local_rank, self.local_size = local
             if len(self.local_gpus) != self.local_size:  # two launchers in one network
                 self.local_gpus = (None,) * self.local_size
@@ -201,7 +211,8 @@ class Ranks(Comm):
         self.barrier("start")
 
     def _open_queues(self, groups: Groups) -> None:
-        self._tensors, self._values = CollectiveQueue(self._timeout, groups), CollectiveQueue(self._timeout, groups)
+        self._tensors = CollectiveQueue(self._timeout, groups)
+        self._values = CollectiveQueue(self._timeout, groups)
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
         within, between = self._parts_for(f"{num_replicas} replicas", *self._places(num_replicas))
@@ -218,8 +229,12 @@ class Ranks(Comm):
 
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """Return a communicator for this rank's group, with the same watchdog."""
-        own, part = next(group for group in groups if self.rank in group), copy.copy(self)
-        part._parts, part._subgroups, part.rank, part.size = {}, {}, own.index(self.rank), len(own)
+        own = next(group for group in groups if self.rank in group)
+        part = copy.copy(self)
+        part._parts = {}
+        part._subgroups = {}
+        part.rank = own.index(self.rank)
+        part.size = len(own)
         part.machines = [self.machines[rank] for rank in own]
         with gloo_over(self._address):
             part._open_queues(groups)
@@ -257,7 +272,8 @@ class Ranks(Comm):
                     )
                 )
         local_ranks = [rank for rank, is_here in enumerate(reached) if is_here]
-        self.local_rank, self.local_size = local_ranks.index(self.rank), len(local_ranks)
+        self.local_rank = local_ranks.index(self.rank)
+        self.local_size = len(local_ranks)
         self.local_gpus = [addresses[rank][2][1] for rank in local_ranks]
         return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in addresses]
 
@@ -346,6 +362,7 @@ class Ranks(Comm):
 
     def gather_objects(self, value: _Value, operation: str) -> list[_Value]:
         data = pickle.dumps(value)
+        # Lengths first: a gather takes pieces of one length.
         lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{operation}: lengths")]
         padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
         padded_values = self._collect(padded, operation)
@@ -357,7 +374,7 @@ class Ranks(Comm):
     def agree(self, name: str, value: Any) -> None:
         own = torch.tensor([digest(value)])
         digests = self._collect(own, f"comparison of {name}").flatten().tolist()
-        if len(set(digests)) > 1:
+        if len(set(digests)) > 1:  # the values travel only for the message
             values = self.gather_objects(value, f"values of {name}")
             raise common(ConfigError(difference(name, digests, values)))
 
@@ -496,10 +513,16 @@ class _Chunks:
 
     def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int) -> None:
         """`pieces`: this rank's term for each receiving rank."""
-        self._pieces, self._rank, size, dtype = pieces, rank, len(pieces), pieces[0].dtype
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._pieces = pieces
+        self._rank = rank
+        size = len(pieces)
+        dtype = pieces[0].dtype
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of sums
         self._block, self._record_bytes = self._unit(dtype)
-        sum_bytes, slot_bytes = self._dtype.itemsize * self._block, self._num_sets * size * self._record_bytes
+
+        # As many elements as fit, with all slots and sums.
+        sum_bytes = self._dtype.itemsize * self._block
+        slot_bytes = self._num_sets * size * self._record_bytes
         width = 2 * sum_bytes + slot_bytes
         multiple = _CHUNK_MULTIPLE // self._block
         count = scratch.numel() // width // multiple * multiple
@@ -560,7 +583,7 @@ class _CodedChunks(_Chunks):
         return received, sent
 
     def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:
-        own = self._pieces[self._rank][part]
+        own = self._pieces[self._rank][part]  # exact: only terms from other ranks are quantized
         return [own if rank == self._rank else records for rank, records in enumerate(received)]
 
     def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

@@ -121,14 +121,22 @@ class Watchdog:
         enter: Callable[[], object] = lambda: None,
     ) -> None:
         self.rank = rank
-        self.error: RankLostError | None = None
-        self._exit_code = 1  # exit code after a loss, unless this rank failed first
-        self.listeners: list[Callable[[RankLostError], None]] = []
-        self._look, self._times, self._enter = look, times, enter
+        self._look = look
+        self._times = times
+        self._enter = enter
         self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
         self._lock = threading.Lock()
+        """Held to end or to lose a rank, since only the first of both counts."""
+
+        # After a loss.
+        self.error: RankLostError | None = None
+        self.listeners: list[Callable[[RankLostError], None]] = []
         self._is_lost = threading.Event()
-        self._ending, self._deadline = False, float("inf")
+        self._exit_code = 1  # exit code after a loss, unless this rank failed first
+        self._deadline = float("inf")  # of the forced end
+        self._ending = False  # True after a clean end
+
+        # Sockets to the other ranks, and one to wake the thread.
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             peer.connection.setblocking(False)
@@ -190,7 +198,9 @@ class Watchdog:
 
     def _run(self) -> None:
         self._enter()
-        beat_s, looked, next_beat = self._times.beat_s, time.monotonic(), 0.0
+        beat_s = self._times.beat_s
+        looked = time.monotonic()
+        next_beat = 0.0
         while not self.is_over:
             now = time.monotonic()
             if now >= next_beat:
@@ -200,7 +210,9 @@ class Watchdog:
                             peer.send({"kind": "beat", **self._positions()})
                 next_beat = now + beat_s
             ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
-            now, before, looked = time.monotonic(), looked, time.monotonic()
+            now = time.monotonic()
+            before = looked
+            looked = time.monotonic()
             for peer in self._peers.values():
                 if now - before > 2 * beat_s:  # this rank was stopped, so it could not receive heartbeats
                     peer.heard += now - before
@@ -350,9 +362,8 @@ def connect(
 
     hosts: address of each rank. gather: returns the values of all ranks, in rank order.
     """
-    with socket.create_server(
-        (hosts[rank], 0), backlog=len(hosts), family=socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
-    ) as server:
+    family = socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
+    with socket.create_server((hosts[rank], 0), backlog=len(hosts), family=family) as server:
         endpoints = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
         token = endpoints[0][1]  # unique for this run, to reject other processes
         connections: dict[int, socket.socket] = {}
@@ -371,7 +382,7 @@ def connect(
                 connections[int(number)] = connection
             else:
                 connection.close()
-    for connection in connections.values():
+    for connection in connections.values():  # heartbeats are small, and must not wait for more data
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connections
 
@@ -379,4 +390,5 @@ def connect(
 def describe(positions: Sequence[Position], now: float | None = None) -> str:
     """Return the activity of a rank: the longest wait, or the last finished collective."""
     waits = [position for position in positions if position.inside]
-    return (min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)).describe(now)
+    shown = min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)
+    return shown.describe(now)

@@ -82,10 +82,13 @@ class Rates:
 
         1: a disk that reads and writes in turn. 0: reads and writes do not slow each other.
         """
-        read, write, both = self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s, self.nvme_both_ways_bytes_per_s
+        read = self.nvme_read_bytes_per_s
+        write = self.nvme_write_bytes_per_s
+        both = self.nvme_both_ways_bytes_per_s
         if read is None or write is None or both is None:
             return 0.0
-        seconds_in_turn, seconds_together = 1 / read + 1 / write, 2 / both
+        seconds_in_turn = 1 / read + 1 / write  # for a byte in each direction
+        seconds_together = 2 / both
         return min(1.0, seconds_together / seconds_in_turn)
 
     @property

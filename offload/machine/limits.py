@@ -126,9 +126,11 @@ def _group_limits(root: Path) -> Iterator[Limit]:
     for version, folder in _groups(root):
         files = _VERSIONS[version]
         for name in files.limits:
-            most, used = _number(folder / name), _number(folder / files.usage)
+            most = _number(folder / name)
+            used = _number(folder / files.usage)
             if most is None or used is None or most >= _UNLIMITED_BYTES:
                 continue
+            # The page cache counts as used, though the kernel takes it back: a job that has read its data looks full.
             table = _table(folder / "memory.stat", unit=1)
             cached = sum(int(table.get(key, 0)) for key in files.cached)
             where = "/" + str((folder / name).relative_to(root))
@@ -143,7 +145,8 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     for line in read_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if path and (not controllers or "memory" in controllers.split(",")):
-            group_paths["cgroup" if controllers else "cgroup2"] = path
+            version = "cgroup" if controllers else "cgroup2"
+            group_paths[version] = path
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = (part.split() for part in line.partition(" - "))
         version = system[0] if len(system) > 2 and len(mount) > 4 else ""
