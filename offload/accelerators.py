@@ -57,6 +57,7 @@ def own_accelerator(
     if requested is not None and requested.type == "cpu":
         return None
     if requested is None and not available:
+        # Someone with a GPU expects it to compute.
         if why := unusable_gpu(environ):
             warn(why)
         return None
@@ -179,6 +180,7 @@ class Accelerator:
     @property
     def free_bytes(self) -> int:
         """Device memory free or cached by the torch allocator, in bytes."""
+        # Cached memory counts as used for the driver, though torch takes from it first.
         cached_bytes = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
         return self.module.mem_get_info(self.device)[0] + cached_bytes
 

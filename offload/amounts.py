@@ -34,7 +34,7 @@ class Amount:
         elif self.done:
             parts.append(f"{self._count(self.done)}{self._unit} so far")
         if self.total and self.done and seconds >= 1:
-            rate = self.done / seconds
+            rate = self.done / seconds  # the mean so far: single pieces differ in size and speed
             shown = f"{rate:.3g}" if self._unit else format_bytes(rate)
             parts += [f"{shown}{self._unit}/s", f"{clock(max(0, self.total - self.done) / rate)} left"]
         return ", ".join(parts)

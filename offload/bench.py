@@ -52,6 +52,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def _only_results_on_stdout() -> Iterator[None]:
     """Redirect other output to stderr, including child compilers. Only results go to stdout."""
     sys.stdout.flush()
+    # The descriptor, not sys.stdout: child processes write to it.
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -155,6 +155,7 @@ def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
 
 
 _BETWEEN = {"offload", "torch", "transformers", "accelerate", "trl", "peft", "contextlib", "functools"}
+"""Packages between the engine and a user's code."""
 
 
 def warn(text: str) -> None:
@@ -184,7 +185,7 @@ def describe(error: BaseException) -> str:
 
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
-    if len(word) > _MAX_SHOWN:
+    if len(word) > _MAX_SHOWN:  # slow, and no misspelt name
         return ""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {matches[0]}?)" if matches else ""

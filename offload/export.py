@@ -85,7 +85,7 @@ def main(words: list[str]) -> int:
 
     quiet_transformers()
     folder = choose_checkpoint(checkpoint_path, say)
-    if out.resolve().is_relative_to(folder.resolve()):
+    if out.resolve().is_relative_to(folder.resolve()):  # a checkpoint with other files counts as damaged
         raise ConfigError(
             f"{out} lies in the checkpoint {folder}, which must not hold other files; give another folder."
         )

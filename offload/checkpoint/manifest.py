@@ -41,7 +41,7 @@ checksums; small enough to hold several in memory.
 _MOST_CHUNK_BYTES = 64 << 20  # a reader holds several chunks
 _FORMAT = "offload checkpoint"
 _VERSION = 1
-# The checksum comes first, at a fixed place, so that it covers all bytes behind it.
+# The checksum comes first, at a fixed place, and covers all bytes behind.
 _HEAD = b'{"checksum": "'
 _DIGITS = 16
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", not hidden: stays inside
@@ -203,7 +203,7 @@ class Manifest(BaseModel):
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise CheckpointError(f"{path} is not a valid manifest: {place}: {first['msg']}.", path) from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # any JSON at all, deeply nested too
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path} is not a valid manifest: {error}.", path) from None
@@ -282,7 +282,7 @@ def gather(
         for name, entry in contents.items()
     }
     manifest = Manifest(meta=dict(meta), attached=dict(attached), files=files, parameters=parameters)
-    manifest._check()
+    manifest._check()  # finds elements that no rank has written, or two
     return manifest
 
 

@@ -96,10 +96,11 @@ def copy_missing_files(comm: Comm, reader: Reader, wanted: Collection[str]) -> N
             raise common(CheckpointError(f"{missing} is missing on the disks of all machines.", missing))
         with _copying(comm, reader.path, {name: reader.num_bytes_of[name]}, source, takers) as partial:
             if partial is not None:
+                # Only a complete file, already on the disk, gets the name.
                 with as_disk_errors("the publishing", reader.path):
                     (partial / name).rename(reader.path / name)
                     sync_path(reader.path)
-    comm.barrier("files on all disks")
+    comm.barrier("files on all disks")  # one rank copies for all others on its disk
     reader.open_data()
 
 

@@ -62,7 +62,7 @@ class Comm:
     """Machine per rank, named by the lowest rank there."""
     local_gpus: Sequence[str | None] = (None,)
     """PCI bus addresses of GPUs used by ranks on this machine. None: unknown."""
-    _user: weakref.ref[object] | None = None
+    _user: weakref.ref[object] | None = None  # weak: a forgotten engine does not block the next one
 
     def claim(self, user: object) -> None:
         """Reserve this communicator for `user` until `release`. Two users would interleave their collectives in any
@@ -71,7 +71,7 @@ class Comm:
         Raises:
             ConfigError: another user is alive and has not released the communicator.
         """
-        if self.size > 1 and self._user is not None and self._user() is not None:
+        if self.size > 1 and self._user is not None and self._user() is not None:  # one rank has no order to mix up
             raise ConfigError(
                 "this comm is in use by an engine that is still open, and two engines would mix up their exchanges: "
                 "close that engine first, or pass another comm from open_comm()."
@@ -155,6 +155,7 @@ class Comm:
 
     def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ranks in each replica, and the ranks at each position over all replicas."""
+        # Ranks on one machine are neighbours, so the exchanges of a replica stay there as far as possible.
         order = sorted(range(self.size), key=lambda rank: (self.machines[rank], rank))
         num = self.size // num_replicas
         replicas = [order[begin : begin + num] for begin in range(0, self.size, num)]
@@ -275,4 +276,4 @@ def _check(full: torch.Tensor, shard: torch.Tensor, size: int, operation: str) -
 def digest(value: Any) -> int:
     """Hash `value` (dicts, lists, numbers, strings, bytes) to a signed 64-bit number."""
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
-    return xxhash.xxh64_intdigest(data) - (1 << 63)
+    return xxhash.xxh64_intdigest(data) - (1 << 63)  # in the range of int64, to travel in a tensor

@@ -77,7 +77,7 @@ class DeviceRanks(_AcceleratorRanks):
         return super()._own_positions()
 
     def _send(self, data: torch.Tensor, source: int) -> None:
-        if data.is_cpu:
+        if data.is_cpu:  # over gloo, which knows no streams
             self._finish_copies()
             super()._send(data, source)
         else:
@@ -212,7 +212,7 @@ def open_comm(
         rank, store = (dist.get_rank(), None) if exists else _meet(environ, start)
         host = environ.get("MASTER_ADDR") or socket.gethostname()
         address = address_toward(host) if store is None else own_address(store, rank, size, host)
-        with gloo_over(address):
+        with gloo_over(address):  # gloo reads the interface whenever a group is made
             if store is not None:
                 default_backend = None if backend else "gloo"  # backend for caller code; None: all backends
                 dist.init_process_group(default_backend, store=store, rank=rank, world_size=size, timeout=start)
@@ -232,6 +232,7 @@ def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
     variables = (environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     store, rank, size = _meeting_place(*variables)
     store.set_timeout(timeout)
+    # A prefix of its own: the store may keep addresses of earlier process groups.
     return rank, dist.PrefixStore(f"offload-{_meeting(store, rank, size, timeout)}", store)  # type: ignore[attr-defined]
 
 

@@ -89,6 +89,7 @@ class _PlainFile:
         done = 0
         while done < len(target):
             try:
+                # Linux moves at most 2 GiB in one call.
                 count = os.preadv(self._file.fileno(), [target[done : done + (1 << 30)]], offset + done)
             except OSError as error:
                 code = error.errno or errno.EIO

@@ -81,6 +81,7 @@ class Timeline:
         seconds = end - self._begin
         lanes = {lane: LaneTime(busy[lane], self._exposed.get(lane, 0.0)) for lane in self._lanes}
         waited = sum(self._exposed.values())
+        # Compute counts as busy outside waits, because not all work there has a span.
         return seconds, {"compute": LaneTime(max(0.0, seconds - waited), 0.0), **lanes}, spans
 
 

@@ -164,6 +164,7 @@ class Region:
     def planes(self) -> tuple[Plane, ...]:
         """Existing planes: all for a trainable region, the master weights for a frozen one."""
         absent = set() if self.has_low else {"low"}
+        # A frozen region is never updated: no moments, no gradients.
         return tuple(p for p in self.table if p.name not in absent and (self.trainable or p.name in MASTER))
 
     @cached_property

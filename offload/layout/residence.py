@@ -74,6 +74,7 @@ class Residence:
         other ranks.
         """
         names = (name for name, place in self.row(region).tiers.items() if place == tier)
+        # A plane cut to the own range has nothing of other ranges.
         return tuple(name for name in names if is_own or not self.sharding.is_own(region.plane(name)))
 
     def indices_on(self, tier: str) -> frozenset[int]:
@@ -112,7 +113,7 @@ class Residence:
         labels: dict[bool, set[str]] = {True: set(), False: set()}
         for region in regions:
             for plane in region.states:
-                labels[self.travels(region, plane)].add(plane.label)
+                labels[self.travels(region, plane)].add(plane.label)  # one label may travel in some regions alone
             labels[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
             labels[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
         return frozenset(labels[False] - labels[True])
@@ -130,7 +131,7 @@ class Residence:
 
     def largest_tile(self, region: Region) -> int:
         """Return the elements in the largest tile over all ranks."""
-        if not region.by_matrix:
+        if not region.by_matrix:  # all ranges are equally long, and cut alike
             length = region.numel // self.sharding.num_ranges
             return min(align(self.row(region).tile_numel, region.codec.block) or length, length)
         owners = range(self.sharding.num_ranges)

@@ -41,7 +41,7 @@ class Sharding:
     """True if one rank computes a block for the rows of all ranks, so the gradients come from this rank alone."""
 
     def __post_init__(self) -> None:
-        if self.size == 1:
+        if self.size == 1:  # nothing to partition
             object.__setattr__(self, "stage", 0)
 
     @property
@@ -67,7 +67,7 @@ class Sharding:
     @property
     def partners(self) -> range:
         """Indices in `ranges`: the weights on this rank."""
-        if not self.gathers:
+        if not self.gathers:  # every rank has all weights
             return range(self.num_ranges)
         num = self.num_ranges // self.size
         return range(self.rank * num, (self.rank + 1) * num)

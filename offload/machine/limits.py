@@ -158,7 +158,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
             below = "."
         folder = point / below
         yield version, folder
-        while folder != point:
+        while folder != point:  # every parent may have a tighter limit
             folder = folder.parent
             yield version, folder
 
@@ -247,6 +247,7 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     if len(own_share.cores) < len(usable):
         _pin(own_share.cores)
     kernels.set_threads(None)  # physical cores among the allowed ones
+    # The cores are shared, and the threads divided: more of them would only wait for each other.
     kernels.set_threads(max(1, kernels.num_threads() // own_share.num_ranks))
     torch.set_num_threads(min(torch.get_num_threads(), own_share.num_threads))
 
@@ -265,6 +266,7 @@ def assign_cores(
     if len(usable_nodes) < 2:
         return [CoreShare(allowed, len(near))] * len(near)
     names = list(usable_nodes)
+    # The node near the GPU, unless a cpuset excludes it.
     chosen = [node if node in usable_nodes else names[rank % len(names)] for rank, node in enumerate(near)]
     return [CoreShare(usable_nodes[node], chosen.count(node)) for node in chosen]
 

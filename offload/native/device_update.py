@@ -78,6 +78,7 @@ def _launch(launch: Launch, arguments: Arguments) -> Tensor:
     pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
     pairs += [(master, master)] * (2 - len(pairs))  # unused by the kernel
     values, scales = zip(*pairs, strict=True)
+    # The kernel takes 32-bit words: a 64-bit number is passed in halves.
     halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
     numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
     padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
@@ -126,7 +127,7 @@ def _find_difference(
     if variant.is_split:
         results[0], host_arrays[0] = ((join(*each),) for each in (results[0], host_arrays[0]))
     parts = ((a, b) for f, h in zip(results, host_arrays, strict=True) for a, b in zip(f, h, strict=True))
-    is_equal = all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
+    is_equal = all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)  # NaN equals NaN here
     if is_equal and int(num_nonfinite) == int(expected):
         return ""
     return f"{variant.function} with {variant.states} moments gives other bits than on the host"

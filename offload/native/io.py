@@ -61,7 +61,7 @@ class Ticket:
     def wait(self) -> None:
         """Sleep until all bytes are transferred. Callable repeatedly and from any thread. Raises DiskError."""
         code, offset, num_bytes, moved = self._engine._wait(self._request)
-        self._array = None
+        self._array = None  # nothing writes there any more
         self._engine._in_flight.discard(self)
         if code:
             raise _transfer_error(self, code, offset, num_bytes, moved)
@@ -175,6 +175,7 @@ class IoEngine:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
+                # tmpfs and some network file systems.
                 why_buffered = (
                     f"the file system of {path} refuses O_DIRECT: transfers go through the page cache, which is slower"
                 )
@@ -363,7 +364,7 @@ def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: i
                 resume -= resume % ALIGNMENT_BYTES  # O_DIRECT after a short transfer: repeat the last few bytes
                 continue
             return error.errno or errno.EIO, moved
-        if resume + count <= moved:
+        if resume + count <= moved:  # nothing beyond the repeated bytes
             return (errno.EIO if is_write else _END_OF_FILE), moved
         moved = resume = resume + count
     return 0, moved

@@ -433,7 +433,7 @@ def _update(
         raise ConfigError(
             f"{' and '.join(moments)} are {' and '.join(sorted({*state_dtypes}))}; they must have the same dtype."
         )
-    if _core is None or not on_cpu(weights):
+    if _core is None or not on_cpu(weights):  # built without a compiler, or weights on a GPU
         from offload.native import device_update, torch_fallback
 
         first = tensor(name, weights, dtypes)
@@ -451,6 +451,7 @@ def _update(
         if count is None:  # a rule or a device without a kernel of its own
             count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
         return int(count) if on_cpu(weights) else count
+    # Every array is checked before the call, so an invalid one changes nothing.
     address, n, _ = flat(name, weights, dtypes)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
     addresses = []
@@ -487,6 +488,7 @@ def _call(
         first = tensor(name, array, allowed)
         rest = [tensor(name, other, dtypes, first) for name, other, dtypes in others]
         return getattr(torch_fallback, function)(first, *rest)
+    # All checks come before the call, as in `_update`.
     address, n, is_bf16 = flat(name, array, allowed)
     addresses = [address]
     flags = [is_bf16] if allowed is FP32_OR_BF16 else []

@@ -13,7 +13,7 @@ from torch import Tensor
 _MASK = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 7  # the fewest that pass the tests of the paper; ten are its reserve
+_ROUNDS = 7  # the fewest rounds to pass the tests of the paper, which proposes ten for safety
 _DRAWN = 64  # elements per 16 neighbouring counters
 
 

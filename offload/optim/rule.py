@@ -191,6 +191,7 @@ class UpdateRule(ABC):
     @cached_property
     def parts(self) -> tuple[UpdateRule, ...]:
         """All rules available to parameters, this one first."""
+        # Also the rules within a group's rule, so one index names any of them.
         rules = [values["rule"] for _, values in self.groups if "rule" in values]
         return (self, *self.others, *(part for rule in rules for part in rule.parts))
 
@@ -207,6 +208,7 @@ class UpdateRule(ABC):
             value = getattr(self, key, 0.0)
             if not isinstance(value, tuple):  # a rule with several values checks them itself
                 check_number(key, value)
+        # A mistake in a group shows here, not when the first parameter is compared.
         for pattern, values in self.groups:
             try:
                 re.compile(pattern)

@@ -96,7 +96,7 @@ def weight_seconds(
     speeds: Speeds,
 ) -> float:
     """Estimate the link time for weights (two H2D copies) and gradients (one D2H copy) per step, in seconds."""
-    up = 2 * sum(sharding.plane_bytes(region, region.travelling) for region in regions)
+    up = 2 * sum(sharding.plane_bytes(region, region.travelling) for region in regions)  # for forward and backward
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
 
@@ -104,7 +104,7 @@ def weight_seconds(
 def _link_seconds(up: int, down: int, throttles: Mapping[str, Throttle], speeds: Speeds) -> tuple[float, float]:
     seconds = []
     for name, num_bytes in (("h2d", up), ("d2h", down)):
-        rate = speeds.link(is_up=name == "h2d") if num_bytes else None
+        rate = speeds.link(is_up=name == "h2d") if num_bytes else None  # None on a CPU: nothing is copied
         measured = 0.0 if rate is None else num_bytes / rate
         seconds.append(max(measured, throttles.get(name, Throttle()).seconds(num_bytes)))
     return seconds[0], seconds[1]
@@ -122,6 +122,7 @@ def forward_seconds(
     """Estimate the time for a forward pass over `tokens` tokens: the longer of products and weight fetches."""
     numel = sum(info.numel for info in infos)
     precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
+    # A multiplication and an addition for each weight and token.
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
     fetched = sum(sharding.plane_bytes(region, region.travelling) for region in regions)
     return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

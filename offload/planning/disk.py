@@ -270,6 +270,7 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
     if budget_bytes is None:
         return set(sizes)
     share = min(1.0, max(0, budget_bytes) / max(1, sum(sizes.values())))
+    # A region is kept while the kept bytes lag behind this share of all bytes so far.
     kept: set[Region] = set()
     used = seen = 0
     for is_second_pass in (False, True):  # the second pass takes all that still fits

@@ -104,6 +104,7 @@ class ThisMachine:
         if self.agreed_memory is not None:
             return self.agreed_memory
         accelerator = self.accelerator
+        # The ranks of a machine share its host memory, so each reports its part.
         device = None if accelerator is None else (accelerator.free_bytes, accelerator.total_bytes)
         bound = tightest_limit(memory_limits(), comm.local_size)
         own = device, self.model_bytes, (bound.share(comm.local_size), str(bound))

@@ -281,7 +281,7 @@ def plan_memory(
         excluded = resident.union(region.index for region in regions if residence.is_used_in_place(region))
         plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
         largest = max((sum(residence.slot_bytes(region) for region in record) for record in records), default=0)
-        plan.append(Allocation(DEVICE, EXPERT_SLOT, stagings * largest))
+        plan.append(Allocation(DEVICE, EXPERT_SLOT, stagings * largest))  # one record in use, the next on its way
         plan.append(Allocation(DEVICE, DECODING, decoding_bytes(regions)))
     if common == HOST:
         plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, regions)))
@@ -298,7 +298,7 @@ def plan_memory(
     passing = []
     for unit in units:
         if not unit.resident and not unit.in_records:
-            is_wide = splits or unit.num_layers > 0
+            is_wide = splits or unit.num_layers > 0  # several contributions are added in fp32
             passing.append(sum(transient_gradient_bytes(r, is_wide) for r in unit.regions if r not in lasting))
     plan.append(Allocation(DEVICE, BUFFER, window_bytes(passing, buffers)))
     largest = max((sum(transient_gradient_bytes(region, splits) for region in record) for record in records), default=0)
@@ -315,6 +315,7 @@ def waits_on_disk(region: Region, residence: Residence) -> bool:
 
 def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence: Residence) -> Allocation:
     """Return the slot memory: all units if they stay, else the largest window of `1 + ahead` consecutive units."""
+    # Units with the same regions share a cargo.
     cargoes = {
         tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, residence)
         for unit in units
@@ -347,7 +348,7 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         total = sum(allocation.num_bytes for allocation in on_tier)
         if budget is None or total <= budget:
             continue
-        ranks = num_sharing if tier != DEVICE else 1
+        ranks = num_sharing if tier != DEVICE else 1  # a device belongs to one rank
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         key = BUDGETS[tier]
         step = " plus the memory of a step, which `python -m offload.plan` shows" if tier == DEVICE else ""

@@ -206,7 +206,7 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
             "--offload.replicas auto (or a number of copies, with equally many ranks on each machine), or "
             "--offload.link_gradients exact."
         )
-    return EXACT
+    return EXACT  # a single replica on one machine: no gradients are sent between replicas
 
 
 def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:

@@ -138,6 +138,7 @@ class Settings:
         if key == "optimizer.uncorrectable":
             return next((type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct), "")
         section, _, name = key.partition(".")
+        # Settings of the engine lie in three objects, whatever section of a configuration they are in.
         if section == "offload" and hasattr(self.placement, name):
             return getattr(self.placement, name)
         return getattr(self.optimizer if section == "optimizer" else self, name)
@@ -264,6 +265,7 @@ def with_settings(function: _Function) -> _Function:
     """Show the fields of `Settings` in the signature and docstring of a function taking `**settings`."""
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    # A parameter of the function hides the field with its name.
     known = {each.name for each in own}
     shown = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)

@@ -86,7 +86,8 @@ class Executor:
             return
         if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
             # An unscheduled use: evict the least recently used cargoes.
-            valid_offsets, recent = self._slots.valid_offsets(), enumerate(self._recorded_uses)
+            valid_offsets = self._slots.valid_offsets()
+            recent = enumerate(self._recorded_uses)
             next_use = dict.fromkeys(valid_offsets, 1.0) | {used.cargo: -time for time, used in recent}
             placement = self._room().place(cargo, valid_offsets, next_use, -math.inf, self._homes.get(cargo))
             assert placement is not None, "there is room for the largest unit"

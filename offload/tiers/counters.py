@@ -77,6 +77,7 @@ class Counters:
     def clear(self) -> None:
         """Reset the counters for the current step. Prefetches for the next step are kept."""
         for each in fields(self):
+            # Annotations are text here. Other types are no counters.
             if each.type == "int" and not each.name.startswith("next_"):
                 setattr(self, each.name, 0)
 

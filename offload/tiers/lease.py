@@ -61,6 +61,7 @@ class Ring:
         for other in overlapped:
             other.begin = end  # the next user of the rest waits for the same tickets
             other.is_whole = False
+        # A slice without memory of its own is forgotten: the new one has taken over its tickets.
         self._slices = [other for other in self._slices if other.begin < other.end] + [ring_slice]
         self._end = end
         return ring_slice
@@ -73,7 +74,7 @@ class Ring:
 
     def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
         """Return (begin, end, overlapped slices) of the next slice, or None without room."""
-        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
+        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0  # a slice is never split at the end
         end = begin + num_bytes
         overlapped = [other for other in self._slices if other.begin < end and begin < other.end]
         is_taken = end > self.memory.nbytes or any(other.is_open for other in overlapped)
@@ -82,7 +83,8 @@ class Ring:
     def reset(self) -> None:
         """Close all slices after an interrupted step."""
         for ring_slice in self._slices:
-            ring_slice.is_open = ring_slice.is_whole = False
+            ring_slice.is_open = False
+            ring_slice.is_whole = False  # the content may be incomplete
 
     def free(self) -> None:
         """Free the memory, once no slice uses it any more."""
@@ -147,7 +149,7 @@ class Lease:
 
         def write(ticket: Ticket) -> None:
             ring_slice.fence.record_writer(ticket)
-            write_back(ticket)
+            write_back(ticket)  # a reader of the slice, so before others may take the memory
             ring_slice.close()
             self.done_writing(ticket)
 

@@ -85,9 +85,9 @@ class WatchedFile:
         self._direct: File | None = io.open(path, writable=False) if pieces else None
         self.why_buffered = "" if self._direct is None else self._direct.why_buffered
         """Reason for the page cache despite `pieces`, or ""."""
-        if self.why_buffered:
+        if self.why_buffered:  # both descriptors would use the page cache
             self._direct = None
-        self._mark = _mark(os.fstat(self._cached.fd))
+        self._mark = _mark(os.fstat(self._cached.fd))  # of the open file: the name may already mean another
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fill memory from `offset`. Raises DiskError."""
@@ -235,7 +235,7 @@ class FileRecord:
                     part = plane[self.planes[name].cut(in_tile)]
                     if name in halves:
                         copy_in_one_thread(part, halves[name])
-                    else:
+                    else:  # bf16 values have no low half
                         part.zero_()
 
 

@@ -51,7 +51,7 @@ class Stripes:
         end = begin + num_bytes
         sizes = (stripe_bytes(size, len(self._files)) for size in (begin, end))
         for file, before, after in zip(self._files, *sizes, strict=True):
-            if before < after:
+            if before < after:  # a short range does not reach every file
                 file.reserve(before, after - before)
         self.num_bytes = end
         return begin
@@ -175,9 +175,9 @@ class Record:
         reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.record_reader(reading)
-        if not fetches:
+        if not fetches:  # the next forward may copy these weights from the ring, without another read
             self._recent = names, ring_slice
-        changing = [name for name in names if name != "gradients"]
+        changing = [name for name in names if name != "gradients"]  # gradients are spent by the update
         return lease.staged(
             ring_slice,
             self._views(names, ring_slice),
@@ -194,7 +194,7 @@ class Record:
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
         ring_slice = channel.ring.take_planned(last - first)
-        self._recent = None
+        self._recent = None  # the record gets other values
         return lease.staged(
             ring_slice,
             self._views(names, ring_slice),
@@ -326,7 +326,7 @@ class Nvme:
         file = self._activations
         try:
             return file, file.reserve(num_bytes)
-        except DiskError:
+        except DiskError:  # nothing was reserved on the disk
             self._ledger.release("activation checkpoints", num_bytes)
             raise
 

@@ -68,6 +68,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))
+        # The dataclass is frozen, and sizes given as text become numbers.
         for key in (*TIERS.values(), "optimizer_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key, allowed in _ALLOWED.items():

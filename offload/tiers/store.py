@@ -189,6 +189,7 @@ class Store:
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
+        # Only copied planes: a driver that refuses one large arena would leave all of it unpinned.
         pinning = None if name in (_RESTING, "factors", "errors") else self.device.pinning
         arena = self._arenas[name] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {

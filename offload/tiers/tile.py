@@ -63,7 +63,7 @@ class Tile:
             self.planes["weights"], self.planes[STALE] = self.planes[STALE], self.planes["weights"]
             self.stale = Fence("stale weights")
             self.stale.record_writer(*self.fence.before_read())
-        self.fence.record_reader(*readers)
+        self.fence.record_reader(*readers)  # copies from the old stale memory, which the update now fills
 
     @property
     def states(self) -> list[str]:
@@ -81,11 +81,13 @@ class Tile:
         """Return an early lease: disk planes are read at once, and the work is submitted later with the result of
         `renew_lease`. None: the ring is full.
         """
+        # Planes in memory need no room.
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
         return None if is_full else self.lend(*names)
 
     def renew_lease(self, lease: Lease) -> Lease:
         """Return an early lease with the tickets to wait for now."""
+        # Other work on the planes may have come since the lease was made.
         return replace(
             lease, reads=(*self.fence.before_read(), *lease.reads), users=(*self.fence.before_fill(), *lease.users)
         )

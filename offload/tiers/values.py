@@ -253,6 +253,7 @@ class Values:
                 if low < high:
                     part = values[low - zero - begin : high - zero - begin]
                     rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
+                    # To the same position in each replica first, then within the replicas.
                     if self.sharding.spreads and rank == self.sharding.rank:
                         self._between.broadcast(part, replica, operation)
                     self._within.broadcast(part, rank, operation)
