@@ -15,7 +15,7 @@ from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import chunked_head
 from offload.engine.loss import parts as losses
 from offload.engine.units import keep
-from offload.engine.units.runner import UnitRunner
+from offload.engine.units.rows import Rows
 from offload.extras.quant.codecs import IntegerCodec
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece
@@ -123,12 +123,12 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_micro_batches.py")
 def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
-    rows_of = UnitRunner.rows_of
+    of = Rows.of
 
-    def early(self: UnitRunner, unit: Any) -> list[Any]:
-        return [rows and (rows[0] - (rows[0] > 0), rows[1] - (rows[0] > 0), rows[2]) for rows in rows_of(self, unit)]
+    def early(self: Rows, unit: Any) -> list[Any]:
+        return [span and (span[0] - (span[0] > 0), span[1] - (span[0] > 0), span[2]) for span in of(self, unit)]
 
-    patch.setattr(UnitRunner, "rows_of", early)
+    patch.setattr(Rows, "of", early)
 
 
 @mutation("tests/engine/test_micro_batches.py")

@@ -11,9 +11,10 @@ import torch
 from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.keep import keep_for
+from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Use
-from offload.engine.units.traits import GradientTensors, Rows
+from offload.engine.units.traits import GradientTensors, Span
 from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import ConfigError, OffloadError
 from offload.interrupts import interrupts
@@ -22,12 +23,12 @@ from offload.interrupts import interrupts
 class UnitCall:
     """One `UnitFunction`, from forward to backward."""
 
-    def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
-        self.unit, self.traits, self._runner = unit, unit.traits, runner
+    def __init__(self, unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments) -> None:
+        self.unit, self.traits, self._runner, self._rows = unit, unit.traits, runner, rows
         self.signature = unit.gradient_signature(arguments.tensors)
         key = unit.name, *((t.shape, t.dtype) for t in arguments.tensors)
         keep_class = keep_for(runner.saved.policy, unit, key, self.signature)
-        self._keep = keep_class(unit, runner, arguments, self.signature, key)
+        self._keep = keep_class(unit, runner, rows, arguments, self.signature, key)
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
@@ -47,7 +48,7 @@ class UnitCall:
         finally:
             runner.leave()
         self.result = results[0]
-        self.result.tensors[:] = runner.join(unit, results)
+        self.result.tensors[:] = runner.join(unit, self._rows, results)
         self._keep.check()
         # The caller changes this result in place, and autograd forbids in-place changes to a view.
         for i in traits.changed:
@@ -149,9 +150,11 @@ def _refuse_weight_inputs(edges: Sequence[tuple[Any, int]]) -> None:
             )
 
 
-def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
+def call_unit(
+    unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments
+) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
-    call = UnitCall(unit, runner, arguments)
+    call = UnitCall(unit, runner, rows, arguments)
     weights = () if runner.is_engine_call else unit.stand_ins  # a script's backward has any inputs
     anchor = runner.anchor if unit.trainable else None
     outputs = UnitFunction.apply(call, anchor, len(weights), *arguments.tensors, *weights)
@@ -165,16 +168,16 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arg
 
 
 def call_unit_without_graph(
-    unit: Unit, runner: UnitRunner, arguments: Arguments
+    unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments
 ) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run a unit without gradients."""
     runner.enter(unit)
     try:
         with torch.no_grad():
-            results = run_without_backward(unit, runner, arguments, draws=False)
+            results = run_without_backward(unit, runner, rows, arguments, draws=False)
     finally:
         runner.leave()
-    tensors = runner.join(unit, results)
+    tensors = runner.join(unit, rows, results)
     return results[0], _renew_views(tensors, arguments.tensors) if torch.is_grad_enabled() else tensors
 
 
@@ -198,14 +201,16 @@ def _renew_views(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     return renewed
 
 
-def run_without_backward(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:
+def run_without_backward(
+    unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments, draws: bool = True
+) -> list[Arguments]:
     """Run a unit on all its rows. Return a result per micro-batch. The weights are in the slot."""
 
-    def run(_rows: Rows | None, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
+    def run(_span: Span | None, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
         use = Use(runner, arguments, tensors, others)
         return runner.run(unit, use, runner.stages.forward_of(unit, use))
 
-    return runner.run_rows(unit, arguments, arguments.tensors, run, draws)
+    return runner.run_rows(unit, rows, arguments, arguments.tensors, run, draws)
 
 
 class Router:
@@ -223,13 +228,13 @@ class Router:
             self._recover()
         with interrupts:
             runner.collect()
-            is_step = torch.is_grad_enabled() or runner.has_micro_batches
+            is_step = torch.is_grad_enabled() or runner.rows.is_cut
             arguments, containers = receive_call(args, kwargs, opens_caches=is_step)
-            runner.count(unit, arguments)
+            rows = runner.receive(unit, arguments)
             if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
                 runner.expect_backward(unit)
-                return deliver_result(*call_unit(unit, runner, arguments), containers)
-            return deliver_result(*call_unit_without_graph(unit, runner, arguments), containers)
+                return deliver_result(*call_unit(unit, runner, rows, arguments), containers)
+            return deliver_result(*call_unit_without_graph(unit, runner, rows, arguments), containers)
 
     @contextmanager
     def trial_mode(self, calls: CallTarget, observer: GradientObserver = lambda *_: None) -> Iterator[None]:

@@ -18,6 +18,7 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.kept import KeptTensors
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.recompute_policy import PRODUCTS, RecomputePolicy, UseKey
+from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
@@ -29,7 +30,7 @@ from offload.engine.units.saved_graph import (
 from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.state_snapshot import Collected
-from offload.engine.units.traits import GradientSignature, GradientTensors, Rows
+from offload.engine.units.traits import GradientSignature, GradientTensors, Span
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
@@ -44,7 +45,7 @@ Keeping the copies would undo weight streaming.
 class MicroBatch:
     """One micro-batch of a use, from forward to backward."""
 
-    rows: Rows | None
+    span: Span | None
     """Rows of the micro-batch. None: the whole input."""
     snapshot: Snapshot
     """RNG and module state before the forward."""
@@ -63,11 +64,17 @@ class Inputs:
     """True if outputs of products are recorded in the forward."""
 
     def __init__(
-        self, unit: Unit, runner: UnitRunner, arguments: Arguments, signature: GradientSignature, key: UseKey
+        self,
+        unit: Unit,
+        runner: UnitRunner,
+        rows: Rows,
+        arguments: Arguments,
+        signature: GradientSignature,
+        key: UseKey,
     ) -> None:
         self.unit = unit
         self._runner, self._saved, self._policy = runner, runner.saved, runner.saved.policy
-        self._arguments = arguments
+        self._rows, self._arguments = rows, arguments
         self._needs, _ = signature
         self._signature = signature
         self._key = key
@@ -87,9 +94,12 @@ class Inputs:
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
         """Run all micro-batches; return their results. Raises ConfigError if a buffer changed."""
         buffers = self.unit.still_buffers()
-        results = self._runner.run_rows(self.unit, self._arguments, tensors, self._begin_micro_batch)
+        results = self._run_all(tensors)
         _refuse_changed_buffers(self.unit, buffers)
         return results
+
+    def _run_all(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
+        return self._runner.run_rows(self.unit, self._rows, self._arguments, tensors, self._begin_micro_batch)
 
     def collect(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
         """Return the tensors of the forward, other than `results`, that later code may take gradients through."""
@@ -104,11 +114,11 @@ class Inputs:
     def _may_recompute(self) -> bool:
         return True
 
-    def _begin_micro_batch(self, rows: Rows | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
+    def _begin_micro_batch(self, span: Span | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
         runner = self._runner
         use = Use(runner, self._arguments, inputs, others, self._needs, self.records_products)
         forward = runner.stages.forward_of(self.unit, use)
-        micro_batch = MicroBatch(rows, runner.snapshot(self.unit, self._may_recompute), forward)
+        micro_batch = MicroBatch(span, runner.snapshot(self.unit, self._may_recompute), forward)
         self._micro_batches.append(micro_batch)
         return self._run(micro_batch, use)
 
@@ -161,7 +171,7 @@ class Inputs:
         Parameters take gradients if `trains`.
         """
         input_gradients = []
-        for number, _ in enumerate(synchronized(self._runner, self.unit, self._micro_batches)):
+        for number, _ in enumerate(synchronized(self._runner, self.unit, self._rows, self._micro_batches)):
             self._look_ahead(number)
             input_gradients.append(self._backward_of(number, gradients, trains))
         self._saved.prefetch_previous(self, 1)  # Start this copy before the weight copies submitted by `leave`.
@@ -172,7 +182,7 @@ class Inputs:
             return self._run_graph(self._recompute(number), number, gradients, trains)
 
     def _run_graph(self, graph: Graph, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
-        pieces = self.unit.traits.cut_outputs(gradients, self._micro_batches[number].rows)
+        pieces = self.unit.traits.cut_outputs(gradients, self._micro_batches[number].span)
         pairs: list[tuple[Any, torch.Tensor]] = [
             (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
         ]
@@ -192,14 +202,14 @@ class Inputs:
         """Start the H2D copies for the backward of a micro-batch."""
         if number < len(self._micro_batches) and number not in self._copies:
             micro_batch = self._micro_batches[number]
-            inputs = self.unit.traits.cut_inputs(self._inputs, micro_batch.rows)
+            inputs = self.unit.traits.cut_inputs(self._inputs, micro_batch.span)
             self._copies[number] = self._saved.start_copies([*inputs, *micro_batch.outputs])
 
     def _recompute(self, number: int) -> Graph:
         """Run a micro-batch forward again with a graph."""
         runner, micro_batch, saved = self._runner, self._micro_batches[number], self._saved
         tensors = saved.wait(self._copies.pop(number))
-        others = self.unit.traits.cut_others(self._arguments.others, micro_batch.rows)
+        others = self.unit.traits.cut_others(self._arguments.others, micro_batch.span)
         inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
         use = Use(runner, self._arguments, inputs, others, self._needs)
         with (
@@ -229,7 +239,7 @@ class InputsAndTensors(Inputs):
         self._views: set[int] = set()  # numbers of kept views of weights
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
-        if micro_batch.rows is not None:  # a tensor of some rows is no tensor of the whole batch
+        if micro_batch.span is not None:  # a tensor of some rows is no tensor of the whole batch
             return super()._compute(micro_batch, use)
         self._made = made = KeptTensors()
         graph, result = run_without_saving(self.unit, use, made.watching(micro_batch.forward))
@@ -316,7 +326,7 @@ class SavedGraph(Inputs):
         """Save nothing: the graph holds the inputs."""
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
-        return self._runner.run_rows(self.unit, self._arguments, tensors, self._begin_micro_batch)
+        return self._run_all(tensors)
 
     @property
     def _may_recompute(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,11 +18,12 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.rows import Rows
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.torch_state import with_own_cache
-from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
+from offload.engine.units.traits import PartsDifferError, Span, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
 from offload.errors import OffloadError
@@ -39,7 +39,7 @@ _Part = TypeVar("_Part")
 _SHARE_OF_BUDGET = 1 / 32
 _MOST_USES = 2
 """Maximum unfinished uses on the device at a new launch: the running one and the next."""
-RunRows = Callable[[Rows | None, Sequence[torch.Tensor], Sequence[Any]], Arguments]
+RunRows = Callable[[Span | None, Sequence[torch.Tensor], Sequence[Any]], Arguments]
 """Runs one micro-batch of a unit use: rows (None: the whole input), input tensors, other inputs."""
 
 
@@ -71,16 +71,15 @@ class UnitRunner:
         self.step_number = 0
         self._seed, self._comm = seed, comm
         self.has_peers = gradients.measures.has_peers
-        self._batch: tuple[int, int] | None = None
-        # Scopes: `num_parts` one pass, `exchanges` one micro-batch.
-        self.num_parts, self.exchanges = 1, list[Callable[[], None]]()
+        self.rows = Rows(rank=comm.rank)  # of the pass
+        self.exchanges = list[Callable[[], None]]()  # of one micro-batch
         self._current_unit: Unit | None = None
         self._name = ""  # of the last use
         self._is_in_model = self.is_engine_call = False
         self.has_failed = False
         """A unit use failed halfway and no engine code is running: the next call must reset the engine."""
-        self._uses: dict[str, int] = {}
-        self._num_calls: dict[str, int] = {}
+        self._uses = Counter[str]()  # with a backward still to come, by unit
+        self._num_calls = Counter[str]()  # in this step, by unit
         self.claims = Claims()
         self._last_snapshot: Callable[[], Snapshot | None] = lambda: None
 
@@ -93,22 +92,30 @@ class UnitRunner:
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
-    def count(self, unit: Unit, arguments: Arguments) -> None:
-        """Count a call and select the traits.
+    def count(self, unit: Unit) -> Rows:
+        """Count a call; return the rows of this use."""
+        self._num_calls[unit.name] += 1
+        return self.rows._replace(step=self.step_number, use=self._num_calls[unit.name])
+
+    def has_called(self, unit: Unit) -> bool:
+        """True if a call of the unit was counted in this step."""
+        return unit.name in self._num_calls
+
+    def receive(self, unit: Unit, arguments: Arguments) -> Rows:
+        """Count a call and select the traits; return the rows of this use.
 
         Raises UnrecordedCallError on all ranks if the batch is cut into rows but one rank cannot cut the arguments.
         """
-        self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
-        is_known = unit.recall(arguments.structure) and unit.traits.is_compared
-        if self.num_parts > 1:
-            # All ranks leave the pass together, because ranks left alone would wait forever in an exchange.
-            departs = self._batch is not None and not (is_known and unit.traits.can_cut(arguments, self._batch[0]))
-            if self._comm.any(departs, f"how unit {unit.name} is called"):
-                raise UnrecordedCallError(is_own=departs)
+        rows = self.count(unit)
+        departs = not rows.can_cut(unit, arguments)
+        # All ranks leave the pass together, because ranks left alone would wait forever in an exchange.
+        if rows.num_parts > 1 and self._comm.any(departs, f"how unit {unit.name} is called"):
+            raise UnrecordedCallError(is_own=departs)
+        return rows
 
     def expect_backward(self, unit: Unit) -> None:
         """Count a use with a backward. `finish` ends the use."""
-        self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
+        self._uses[unit.name] += 1
 
     def enter(self, unit: Unit, backward: bool = False, reads: bool = True) -> None:
         """Fetch the unit weights (if `reads`) and, for a backward, reserve gradient memory.
@@ -129,7 +136,7 @@ class UnitRunner:
             )
         self._current_unit = unit
         try:
-            if self._uses.get(unit.name, 0) > 1:
+            if self._uses[unit.name] > 1:
                 for region in unit.regions:
                     if not self.gradients.accumulates(region):
                         self.gradients.make_lasting(region, for_good=False)
@@ -258,55 +265,48 @@ class UnitRunner:
 
         `num_parts`: the maximum micro-batch count over all ranks.
         """
-        self._batch, self.num_parts = (batch_rows, rows) if rows < batch_rows else None, num_parts
+        whole, self.rows = self.rows, self.rows._replace(batch=batch_rows, size=rows, num_parts=num_parts)
         self.gradients.sums_in_fp32 = num_parts > 1
         try:
             yield
         finally:
-            self._batch, self.num_parts = None, 1
+            self.rows = whole
             self.gradients.sums_in_fp32 = False
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Run units on the whole input during the context (the chunks of a head)."""
-        before = self._batch, self.num_parts
-        self._batch, self.num_parts = None, 1
+        before, self.rows = self.rows, Rows(rank=self.rows.rank)
         try:
             yield
         finally:
-            self._batch, self.num_parts = before
+            self.rows = before
 
     @property
     def is_at_work(self) -> bool:
         """True between `enter` and `leave`, except inside model code."""
         return self._current_unit is not None and not self._is_in_model
 
-    @property
-    def has_micro_batches(self) -> bool:
-        """True inside `micro_batches` with more than one micro-batch."""
-        return self._batch is not None
-
-    def rows_of(self, unit: Unit) -> list[Rows | None]:
-        """Return the micro-batches of a unit use, or [None] for the whole input."""
-        if self._batch is None or not unit.traits.grows:
-            return [None]
-        total, step = self._batch
-        return [(start, min(start + step, total), total) for start in range(0, total, step)]
-
     def run_rows(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], run: RunRows, draws: bool = True
+        self,
+        unit: Unit,
+        rows: Rows,
+        arguments: Arguments,
+        tensors: Sequence[torch.Tensor],
+        run: RunRows,
+        draws: bool = True,
     ) -> list[Arguments]:
         """Run the micro-batches of a use of `unit` by `run`. Return a result per micro-batch that outlives the slot.
 
         `draws`: each micro-batch and rank draws other random numbers.
         """
-        traits, rows, results = unit.traits, self.rows_of(unit), []
+        traits, spans, results = unit.traits, rows.of(unit), []
         # All ranks have the same seed but must draw different random numbers.
-        caller_rng_state = self.device.random_state() if draws and (len(rows) > 1 or self.has_peers) else None
+        caller_rng_state = self.device.random_state() if draws and (len(spans) > 1 or self.has_peers) else None
         try:
-            for number, span in enumerate(synchronized(self, unit, rows)):
+            for number, span in enumerate(synchronized(self, unit, rows, spans)):
                 if caller_rng_state is not None:
-                    self.seed(unit, number)
+                    self.device.seed(rows.seed(self._seed, unit, number))
                 result = run(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
                 for index, tensor in enumerate(result.tensors):
                     result.tensors[index] = self.copy_from_slot(tensor)
@@ -316,13 +316,13 @@ class UnitRunner:
                 self.device.set_random_state(caller_rng_state)
         return results
 
-    def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
+    def join(self, unit: Unit, rows: Rows, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the whole-batch results.
 
         Raises PartsDifferError on all ranks if micro-batches disagree on a result without batch axis: the result
         depends on all rows, and no micro-batch has them.
         """
-        if self.num_parts > 1 and None in unit.traits.outputs:
+        if rows.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
             if self._comm.any(index is not None, f"results without row axis of unit {unit.name}"):
                 subject = "a result" if index is None else f"result {index}"
@@ -340,18 +340,13 @@ class UnitRunner:
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Save the pass state before a nested pass; return a function to restore the state."""
-        state, num_calls = (self._batch, self.num_parts, self.is_engine_call), dict(self._num_calls)
+        rows, is_engine_call, num_calls = self.rows, self.is_engine_call, self._num_calls.copy()
 
         def resume() -> None:
-            self._batch, self.num_parts, self.is_engine_call = state
-            self._num_calls = dict(num_calls)
+            self.rows, self.is_engine_call = rows, is_engine_call
+            self._num_calls = num_calls.copy()
 
         return resume
-
-    def seed(self, unit: Unit, part: int) -> None:
-        """Seed the generators for one micro-batch by (seed, step, unit, use, micro-batch, rank)."""
-        key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._comm.rank)
-        self.device.seed(generator_seed(*key))
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -389,7 +384,7 @@ class UnitRunner:
         self.saved.reset()
         self._uses.clear()
         self.writes.forget()
-        self._current_unit = self._batch = None
+        self._current_unit, self.rows = None, Rows(rank=self.rows.rank)
         self.gradients.end_step()
         self._is_in_model = self.has_failed = False
 
@@ -458,7 +453,7 @@ class OriginalForward(Stage):
         yield
 
 
-def synchronized(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:
+def synchronized(runner: UnitRunner, unit: Unit, rows: Rows, parts: Sequence[_Part]) -> Iterator[_Part]:
     """Yield the micro-batches of a unit use.
 
     A rank with fewer micro-batches than others then takes part in the missing exchanges, by repeating the exchanges
@@ -469,13 +464,7 @@ def synchronized(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iter
         yield part
     exchanges, runner.exchanges = runner.exchanges, []
     if exchanges and unit.traits.grows:
-        for _ in range(len(parts), runner.num_parts):
+        for _ in range(len(parts), rows.num_parts):
             for exchange in exchanges:
                 exchange()
     runner.exchanges = []
-
-
-def generator_seed(*numbers: int) -> int:
-    """Return a 63-bit seed from numbers, equal on every machine and Python version."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -15,7 +15,7 @@ from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.snapshots import BufferPlace
 
-Rows = tuple[int, int, int]
+Span = tuple[int, int, int]
 """A micro-batch as (begin, end, total): rows [begin, end) from `total` rows."""
 
 
@@ -181,20 +181,20 @@ class UnitTraits:
         sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
         return all(type(size) is int and size % num_rows == 0 for size in sizes)
 
-    def cut_inputs(self, tensors: Sequence[torch.Tensor], rows: Rows | None) -> list[torch.Tensor]:
+    def cut_inputs(self, tensors: Sequence[torch.Tensor], rows: Span | None) -> list[torch.Tensor]:
         """Return the inputs for one micro-batch. Inputs without batch axis go to every micro-batch unchanged."""
         if rows is None:
             return list(tensors)
         return [t if axis is None else _cut(t, axis, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
 
-    def cut_others(self, others: Sequence[Any], rows: Rows | None) -> Sequence[Any]:
+    def cut_others(self, others: Sequence[Any], rows: Span | None) -> Sequence[Any]:
         """Return the non-tensor arguments for one micro-batch. Numbers proportional to the batch size are scaled."""
         if rows is None:
             return others
         number = rows[1] - rows[0]
         return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
 
-    def cut_outputs(self, gradients: GradientTensors, rows: Rows | None) -> list[torch.Tensor | None]:
+    def cut_outputs(self, gradients: GradientTensors, rows: Span | None) -> list[torch.Tensor | None]:
         """Return the result gradients for one micro-batch, followed by gradients of the inputs changed in place."""
         if rows is None:
             return list(gradients)
@@ -277,12 +277,12 @@ def _is_proportional(first: Any, second: Any, rows: tuple[int, int]) -> bool:
     return False
 
 
-def _cut(tensor: torch.Tensor, axis: int, rows: Rows) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, axis: int, rows: Span) -> torch.Tensor:
     """Return the slice of `tensor` for one micro-batch."""
     begin, end = (_share(tensor.shape[axis], number, rows) for number in rows[:2])
     return tensor.narrow(axis, begin, end - begin)
 
 
-def _share(size: int, number: int, rows: Rows) -> int:
+def _share(size: int, number: int, rows: Span) -> int:
     """Return the part of `size` for `number` rows, with `size` divided evenly over all rows."""
     return size // rows[2] * number

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import pickle
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from offload.engine.gradients.rank_sums import ReduceScatter
 from offload.engine.gradients.transfer import Gradients, Measure
 from offload.engine.units.arguments import Arguments, deliver_result, find_collectors, receive_call
 from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Stage
 from offload.engine.units.unit import Unit
@@ -154,10 +154,10 @@ class _Server:
     """Runs the blocks of this rank for the rows of any rank."""
 
     def __init__(self, state: Any, settings: Settings) -> None:
-        self._state, self._rows = state, Comm()  # for the rows of one rank: its random numbers, and no agreement
+        self._state = state
         parts = state.device, state.lanes, state.slots, state.executor, state.gradients, state.runner.saved
-        self.runner = UnitRunner(*parts, state.units, seed=settings.seed, comm=self._rows)
-        self.runner._uses = defaultdict(int)  # each row share is one more use, and all are one use of the weights
+        # One rank without peers agrees with nobody. Uses are not counted: the rows of all ranks are one use.
+        self.runner = UnitRunner(*parts, state.units, seed=settings.seed, comm=Comm())
         self._calls: dict[tuple[str, int], UnitCall] = {}
 
     def begin(self) -> None:
@@ -166,21 +166,17 @@ class _Server:
         self._calls.clear()
         runner.claims.reset()
         runner.stages, runner.outputs, runner.writes = main.stages, main.outputs, main.writes
-        runner.step_number = main.step_number
 
     def forward(self, unit: Unit, rank: int, message: _Message) -> _Message:
         """Run the forward for the rows of `rank`: arguments to results."""
-        arguments, needs, rows, number = message.value
+        arguments, needs, rows = message.value
         arguments = copy.copy(arguments)
         arguments.tensors = list(message.tensors)
         for tensor, need in zip(arguments.tensors, needs, strict=True):
             if need and not tensor.requires_grad:
                 tensor.requires_grad_()
         unit.recall(arguments.structure)
-        runner = self.runner
-        self._rows.rank, runner._num_calls[unit.name] = rank, number
-        runner._batch, runner.num_parts = rows
-        call = self._calls[unit.name, rank] = UnitCall(unit, runner, arguments)
+        call = self._calls[unit.name, rank] = UnitCall(unit, self.runner, rows, arguments)
         before = _attributes_of(unit)
         outputs = call.forward(arguments.tensors)
         result, call.result = call.result, None
@@ -194,12 +190,9 @@ class _Server:
 
     def backward(self, unit: Unit, rank: int, message: _Message) -> _Message:
         """Run the backward for the rows of `rank`: gradients of results to gradients of arguments."""
-        rows, trains = message.value
-        runner = self.runner
-        runner._batch, runner.num_parts = rows
         call = self._calls.pop((unit.name, rank))
         with self._state.gradients.repeated(()):  # they add up, and leave with `Dispatch.end_gradients`
-            return _Message(None, call.backward(message.tensors, trains))
+            return _Message(None, call.backward(message.tensors, trains=message.value))
 
 
 class _Pass:
@@ -304,7 +297,7 @@ class Dispatch:
         ):
             raise _refuse("outputs of layers are collected (such as with output_router_logits)")
         with interrupts:
-            is_first = not any(each.name in runner._num_calls for each in self._units)  # in this step
+            is_first = not any(map(runner.has_called, self._units))  # in this step
             if self._forward is None or self._forward.is_over or is_first:
                 if not is_first and not (self._backward and self._backward.is_over):
                     raise _refuse(f"block {unit.name} was called a second time before the backward")
@@ -315,15 +308,14 @@ class Dispatch:
 
     def _run(self, unit: Unit, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
         runner = self._state.runner
-        runner._num_calls[unit.name] = runner._num_calls.get(unit.name, 0) + 1
-        is_known = unit.recall(arguments.structure) and unit.traits.is_compared
-        if runner._batch is not None and not (is_known and unit.traits.can_cut(arguments, runner._batch[0])):
+        rows = runner.count(unit)
+        if not rows.can_cut(unit, arguments):
             raise _refuse(f"block {unit.name} was called with arguments that were not recorded")
         if unit.traits.mutated or unit.traits.buffers or unit.traits.changed:
             raise _refuse(f"block {unit.name} changes its inputs, results or buffers in place")
         if not (unit.trainable or any(tensor.requires_grad for tensor in arguments.tensors)):
             raise _refuse(f"block {unit.name} takes no part in the backward")
-        call = _RemoteCall(self, unit, arguments)
+        call = _RemoteCall(self, unit, rows, arguments)
         target: Any = call
         outputs = UnitFunction.apply(target, runner.anchor if unit.trainable else None, 0, *arguments.tensors)
         result, call.result = call.result, None
@@ -397,27 +389,25 @@ def receive_gradients(flow: GradientFlow, regions: Sequence[Region]) -> None:
 class _RemoteCall:
     """Stands in for `UnitCall` in `UnitFunction`: the owner of the block has the call."""
 
-    def __init__(self, dispatch: Dispatch, unit: Unit, arguments: Arguments) -> None:
-        self._dispatch, self._unit, self._arguments, self.traits = dispatch, unit, arguments, unit.traits
+    def __init__(self, dispatch: Dispatch, unit: Unit, rows: Rows, arguments: Arguments) -> None:
+        self._dispatch, self._unit, self._rows = dispatch, unit, rows
+        self._arguments, self.traits = arguments, unit.traits
         self.signature = unit.gradient_signature(arguments.tensors)
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
-        runner = dispatch._state.runner
-        self._rows = runner._batch, runner.num_parts
-        self._number = runner._num_calls[unit.name]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Have the owner run the forward; return the result tensors."""
         arguments, self._arguments = copy.copy(self._arguments), None  # type: ignore[assignment]
         arguments.tensors = []
-        value = arguments, self.signature[0], self._rows, self._number
+        value = arguments, self.signature[0], self._rows
         answer = self._dispatch.forward(self._unit, _Message(value, tensors))
         self.result = answer.value
         return list(answer.tensors)
 
     def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> Sequence[torch.Tensor | None]:
         """Have the owner run the backward; return the gradients of the arguments."""
-        return self._dispatch.backward(self._unit, _Message((self._rows, trains), gradients)).tensors
+        return self._dispatch.backward(self._unit, _Message(trains, gradients)).tensors
 
 
 def _refuse(problem: str) -> ConfigError:

@@ -87,14 +87,14 @@ class InterleavedForwards:
         """Run a unit's forward for the current pass, with the module's own result."""
         runner = self._state.runner
         arguments, containers = receive_call(args, kwargs)
-        runner.count(unit, arguments)
+        rows = runner.receive(unit, arguments)
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            results = run_without_backward(unit, runner, arguments)
+            results = run_without_backward(unit, runner, rows, arguments)
         finally:
             unit.install(unit.placeholders)
-        delivered = deliver_result(results[0], runner.join(unit, results), containers)
+        delivered = deliver_result(results[0], runner.join(unit, rows, results), containers)
         del results  # the other passes run next and need the memory
         # All passes have used the weights: the slot is free before the next unit comes.
         if len(self._finished) == len(self._states):
