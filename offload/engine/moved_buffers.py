@@ -6,7 +6,7 @@ sees other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from offload.checkpoint.reader import Reader, Span
 from offload.checkpoint.writer import Writer
 from offload.distributed.comm import Comm, digest
 
+ToHost = Callable[[torch.Tensor], torch.Tensor]
+
 
 class MovedBuffers:
     """Finds the buffers changed since the start, when they were equal on all ranks.
@@ -23,16 +25,18 @@ class MovedBuffers:
     A checkpoint has one plane per rank, `moved-RANK`, under the buffer name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, to_host: ToHost) -> None:
+        """`to_host`: returns a tensor of the device in host memory."""
         self._model = model
-        self._at_start = digests_of(model)
+        self._to_host = to_host
+        self._at_start = digests_of(model, to_host)
 
     def find(self, comm: Comm, saved: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
         """Return the planes to write, by buffer name.
 
         `saved`: buffers always written, with rank 0's values. Collective.
         """
-        first, *others = comm.gather_objects(digests_of(self._model), "buffers that have moved")
+        first, *others = comm.gather_objects(digests_of(self._model, self._to_host), "buffers that have moved")
         entries: dict[str, Entry] = {}
         for name, buffer in self._model.named_buffers():
             ranks = [0] if name not in saved and first[name] != self._at_start.get(name) else []
@@ -70,7 +74,7 @@ class MovedBuffers:
                 self._model.get_submodule(owner)._buffers[key] = value.to(buffers[name].device)
 
 
-def digests_of(model: nn.Module) -> dict[str, int]:
+def digests_of(model: nn.Module, to_host: ToHost) -> dict[str, int]:
     """Return a content hash for each buffer, by name."""
     buffers = model.named_buffers()
-    return {name: digest(raw(buffer.detach().cpu().contiguous()).tobytes()) for name, buffer in buffers}
+    return {name: digest(raw(to_host(buffer.detach()).contiguous()).tobytes()) for name, buffer in buffers}

@@ -116,7 +116,7 @@ class EngineState:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.device.torch_device:
                     module._buffers[name] = buffer.to(self.device.torch_device)
-        self.moved_buffers = MovedBuffers(model)
+        self.moved_buffers = MovedBuffers(model, self.device.to_host)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
         ring = plan.of(HOST, READ_RING).num_bytes

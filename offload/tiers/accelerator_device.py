@@ -68,6 +68,7 @@ class AcceleratorDevice:
         self._accelerator = accelerator
         self.torch_device = accelerator.device
         self._module = accelerator.module  # torch's module for this kind of device
+        self.autocast_type = self.torch_device.type
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
         self._staging = _Staging()
         accelerator.enter()
@@ -79,6 +80,9 @@ class AcceleratorDevice:
         unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
         self._unbound = weakref.finalize(self, unbound)  # runs without close() too
         self._unbound.atexit = False
+
+    def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
+        return memory.data_ptr()
 
     def return_holes(self) -> None:
         """Do nothing: the caching allocator of the accelerator keeps and uses its blocks."""

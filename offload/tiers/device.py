@@ -31,6 +31,8 @@ class CpuDevice:
     """Bytes freed by all owners but still used by a stream."""
     decodes_at_once = True
     """True if decoding is one pass over memory. False: several torch operations."""
+    autocast_type = torch_device.type
+    """Device type whose autocast settings apply to the model."""
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
@@ -41,6 +43,12 @@ class CpuDevice:
         """Allocate `num_bytes` of device memory as flat uint8, recorded in the ledger under `name`."""
         self.ledger.reserve(name, num_bytes, fix)
         return Arena(num_bytes).take(num_bytes, torch.uint8)
+
+    def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
+        """Return the address of the first byte. Memory is told apart by this number alone: a device without storage
+        gives every storage a range of its own.
+        """
+        return memory.data_ptr()
 
     def return_holes(self) -> None:
         """Return freed memory between kept tensors to the system, once for 64 MiB that the ledger has grown.

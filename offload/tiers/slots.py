@@ -99,7 +99,7 @@ class Slots:
         """Addresses of storages with weights outside the slots: resident, or used where they are stored."""
         if not self._residence.copies_weights:
             self._storages.update(
-                state.planes["weights"].untyped_storage().data_ptr() for state in store.states.values()
+                self._device.address(state.planes["weights"].untyped_storage()) for state in store.states.values()
             )
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._extra_memory = torch.empty(0, dtype=torch.uint8)
@@ -305,19 +305,20 @@ class Slots:
         if tensor.layout is not torch.strided:
             return False
         # 0 for a tensor without elements; past subclasses that note a use of the address
-        address = torch.Tensor.untyped_storage(tensor).data_ptr()
+        address = self._device.address(torch.Tensor.untyped_storage(tensor))
         return address in self._storages or self.streams(address)
 
     def streams(self, address: int) -> bool:
         """Return True if the address is in memory shared by several units over time."""
         # Fast path: runs for every tensor saved by a graph.
+        address_of = self._device.address
         one, other = self._memory, self._extra_memory
-        return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
+        return 0 <= address - address_of(one) < one.nbytes or 0 <= address - address_of(other) < other.nbytes
 
     def addresses(self, cargo: int) -> range:
         """Return the device addresses for a cargo in use."""
         slot = self._valid_slots.get(cargo)
-        begin = self._memory.data_ptr()
+        begin = self._device.address(self._memory)
         return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
@@ -331,7 +332,7 @@ class Slots:
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is a view of resident weights."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+        return self._device.address(tensor.untyped_storage()) in self._storages
 
     # -- resident regions ---------------------------------------------------------------------------------------
 
@@ -353,7 +354,7 @@ class Slots:
         for region, memory in coming:
             flat = self._flats[region] = memory.view(region.dtype)
             self._resident_fences[region] = self._new_fence("resident weights")
-            self._storages.add(flat.untyped_storage().data_ptr())
+            self._storages.add(self._device.address(flat.untyped_storage()))
         self.refresh(regions, always=True)
         self.forget()
         self._forget_cargoes()

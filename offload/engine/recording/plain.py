@@ -81,7 +81,10 @@ class PlainPass:
     def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_SavedTensor, int]:
         if tensor.layout is not torch.strided:
             return tensor.detach().clone(), 0
-        address, weights = tensor.data_ptr(), self._slots.addresses(self._slots.cargo_of(unit.regions))
+        address, weights = (
+            self._runner.device.address(tensor),
+            self._slots.addresses(self._slots.cargo_of(unit.regions)),
+        )
         if address in weights:
             return (unit, tensor.dtype, address - weights.start, tensor.shape, tensor.stride()), 0
         return tensor.detach(), tensor._version

@@ -394,7 +394,7 @@ class _SavedTensors(SavedBytes):
     """Contents and bytes saved by autograd in a unit run, without weights; bytes also without inputs and numbers."""
 
     def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, runner.device)
         self._runner, self.contents = runner, _Contents()
         self.has_weights = self.has_numbers = False
 

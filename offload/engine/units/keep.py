@@ -78,7 +78,7 @@ class Inputs:
         self._needs, _ = signature
         self._signature = signature
         self._key = key
-        self._thread_state = ThreadState(runner.device.torch_device.type)  # that of the caller, not of the backward
+        self._thread_state = ThreadState(runner.device.autocast_type)  # that of the caller, not of the backward
         self._micro_batches: list[MicroBatch] = []
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -248,7 +248,8 @@ class InputsAndTensors(Inputs):
 
     def collect(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         kept = self._made.alive(results) if self._made else {}
-        self._views = {number for number, t in kept.items() if self._runner.slots.streams(t.data_ptr())}
+        streams, address = self._runner.slots.streams, self._runner.device.address
+        self._views = {number for number, t in kept.items() if streams(address(t))}
         self._made, self._kept = None, {number: ref(tensor) for number, tensor in kept.items()}
         return list(kept.values())
 
@@ -296,7 +297,8 @@ class Products(Inputs):
         return run_without_saving(self.unit, use, micro_batch.forward)[1]
 
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}
+        address = self._saved.device.address
+        storages = {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
         if not self._has_room(sum(storages.values())):
             outputs.clear()
         for tensor in outputs:

@@ -24,7 +24,8 @@ class _Range:
     def __init__(self, stretch: torch.Tensor, pool: ActivationOffload, saved: SavedInputs, claim: Claim) -> None:
         self.memory: torch.Tensor | None = stretch
         """The device memory, held during the forward so the address stays unique."""
-        self._begin = stretch.data_ptr()
+        self._address = saved.device.address
+        self._begin = self._address(stretch)
         self._pool, self._saved, self._stand_in = pool, saved, pool.put(stretch)
         claim.entries.append((self._stand_in.data_ptr(), self._stand_in.nbytes))
         self._num_uses = 0
@@ -33,7 +34,7 @@ class _Range:
     def pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the packed form of a tensor in this range: the range, and the arguments of `unpack`."""
         self._num_uses += 1
-        offset = (tensor.data_ptr() - self._begin) // tensor.itemsize
+        offset = (self._address(tensor) - self._begin) // tensor.itemsize
         return self, tensor.dtype, offset, tensor.shape, tensor.stride()
 
     def unpack(self, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
@@ -75,7 +76,7 @@ class OffloadedGraphMemory(GraphMemory):
         if not self._saved.is_trial:
             self.leaving = _find_leaving(unit, use)
         self._staying = {
-            t.untyped_storage().data_ptr() for i, t in enumerate(use.tensors) if i not in (self.leaving or ())
+            self._address(t.untyped_storage()) for i, t in enumerate(use.tensors) if i not in (self.leaving or ())
         }
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -85,7 +86,7 @@ class OffloadedGraphMemory(GraphMemory):
             return torch.empty_like(tensor)  # A view would hold the whole storage.
         stretch = stretch_of(tensor)
         # The version is part of the key: after an in-place change between two operations the bytes differ.
-        key = stretch.data_ptr(), stretch.nbytes, tensor._version
+        key = self._address(stretch), stretch.nbytes, tensor._version
         if key not in self._ranges:
             if self._may_drop and not self._pool.has_room(stretch.nbytes):
                 raise TooMuchToKeepError
@@ -113,7 +114,7 @@ class OffloadedGraphMemory(GraphMemory):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False  # The tensor has properties beyond raw bytes.
         storage = tensor.untyped_storage()
-        is_movable = storage.nbytes() >= SMALLEST_BYTES and storage.data_ptr() not in self._staying
+        is_movable = storage.nbytes() >= SMALLEST_BYTES and self._address(storage) not in self._staying
         return is_movable and tensor.device == self._saved.device.torch_device and not self._slots.holds(tensor)
 
 

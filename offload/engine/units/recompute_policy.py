@@ -130,16 +130,17 @@ class RecomputePolicy:
             yield
             return
         self._update_other_peak(self._graph_bytes)
-        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        address = self._device.address
+        known = {address(tensor.untyped_storage()) for tensor in inputs}
         storages: dict[int, int] = {}
         whole: dict[tuple[int, int], int] = {}
 
         def add(tensor: torch.Tensor) -> None:
             if not self._is_weight(tensor):
                 storage, stretch = tensor.untyped_storage(), stretch_of(tensor)
-                whole[stretch.data_ptr(), stretch.nbytes] = stretch.nbytes
-                if storage.data_ptr() not in known:
-                    storages[storage.data_ptr()] = storage.nbytes()
+                whole[address(stretch), stretch.nbytes] = stretch.nbytes
+                if address(storage) not in known:
+                    storages[address(storage)] = storage.nbytes()
 
         with saved_tensors_watched(add):
             yield

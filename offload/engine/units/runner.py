@@ -238,7 +238,7 @@ class UnitRunner:
 
     def copy_from_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a unit result that outlives the slot: a copy if stored in slot memory."""
-        return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
+        return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(self.device.address(tensor)) else tensor
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over device weights, or a placeholder."""

@@ -39,6 +39,7 @@ class GraphMemory:
     def __init__(self, slots: Slots, saved: SavedInputs, claim: Claim, *, is_optional: bool) -> None:
         """`is_optional`: without enough memory, the graph is dropped."""
         self._slots, self._saved, self._claim = slots, saved, claim
+        self._address = saved.device.address
         self._is_optional = is_optional
         self._num_before = len(claim.entries)
         self._seen: set[int] = set()
@@ -49,7 +50,7 @@ class GraphMemory:
         """Begin the forward."""
         # Inputs needed by a recomputation anyway are not counted as graph memory.
         counts = self._is_optional and self._saved.inputs_stay
-        self._free = {t.untyped_storage().data_ptr() for t in use.tensors} if counts else set()
+        self._free = {self._address(t.untyped_storage()) for t in use.tensors} if counts else set()
         # Fetching weights for a backward must not depend on the free memory of one rank.
         self._may_drop = self._is_optional and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
         self._cargo = self._slots.cargo_of(unit.regions)
@@ -59,11 +60,11 @@ class GraphMemory:
         """Return the form in which autograd saves a tensor. Raises TooMuchToKeepError."""
         if tensor.layout is not torch.strided:  # Sparse tensors: the values may be in the slot.
             return tensor.detach().clone()
-        address = tensor.data_ptr()
+        address = self._address(tensor)
         if address in self._weights:
             self.has_weights = True
             return tensor.dtype, address - self._weights.start, tensor.shape, tensor.stride()
-        storage = tensor.untyped_storage().data_ptr()
+        storage = self._address(tensor.untyped_storage())
         if storage not in self._seen:
             self._seen.add(storage)
             if not self._slots.holds(tensor):
@@ -144,7 +145,7 @@ def run_with_graph(
     for i in released:
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
     # Autocast casts a leaf once for all uses, so the gradients of an input would be summed in the lower precision.
-    entering = range(len(inputs)) if torch.is_autocast_enabled(use.runner.device.torch_device.type) else released
+    entering = range(len(inputs)) if torch.is_autocast_enabled(use.runner.device.autocast_type) else released
     versions = {i: inputs[i]._version for i in entering if i not in changed}
     with torch.enable_grad():
         graph_inputs = [

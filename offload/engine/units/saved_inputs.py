@@ -112,7 +112,7 @@ class SavedInputs:
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True if the device budget has room for a tensor."""
         storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._ledger_entries or self.policy.has_room(storage.nbytes())
+        return self.device.address(storage) in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
     def save_input(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return the tensor to save for a unit input: the tensor itself, or a stand-in after offload."""
@@ -154,7 +154,7 @@ class SavedInputs:
         if self.is_trial:
             return
         storage = tensor.untyped_storage()
-        key, num_bytes = storage.data_ptr(), storage.nbytes()
+        key, num_bytes = self.device.address(storage), storage.nbytes()
         if self._offload is None or key not in self._offload.buffers_in_use:
             count, first = self._ledger_entries.get(key, (0, name))
             if not count:

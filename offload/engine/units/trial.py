@@ -15,6 +15,7 @@ from offload.engine.units.snapshots import Snapshot, buffers_of
 from offload.engine.units.stages import Forward, ForwardRunner, Use
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.tiers.device import Device
 
 ENGINE_ERRORS = (OffloadError, torch.OutOfMemoryError)
 """Errors of the engine or of memory. A trial run ends with these; any other error is a property of the model."""
@@ -44,6 +45,7 @@ class Trial:
     ) -> None:
         """`others`: non-tensor inputs in place of those in `arguments`."""
         self._runner, self.unit, self._arguments = runner, unit, arguments
+        self.device = runner.device
         self._others = arguments.others if others is None else others
 
     def snapshot(self, module: torch.nn.Module) -> Snapshot:
@@ -93,7 +95,7 @@ class Trial:
         buffers = Versions([buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()])
         with self.restoring(), torch.set_grad_enabled(has_graph):
             weights = list(unit.live().values())
-            saved = SavedBytes([*tensors, *weights])
+            saved = SavedBytes([*tensors, *weights], self.device)
             leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
             inputs = [leaf.clone() for leaf in leaves] if has_graph else leaves
             input_versions = Versions(inputs)
@@ -121,15 +123,17 @@ class Versions:
 class SavedBytes:
     """Counts bytes saved by autograd, except known tensors."""
 
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        self._known = {t.untyped_storage().data_ptr() for t in known}
+    def __init__(self, known: Sequence[torch.Tensor], device: Device) -> None:
+        self._address = device.address
+        self._known = {self._address(t.untyped_storage()) for t in known}
         self.num_bytes = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of a saved tensor, once."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
+        address = self._address(storage)
+        if address not in self._known:
+            self._known.add(address)
             self.num_bytes += storage.nbytes()
 
 

@@ -205,7 +205,7 @@ class RowTrials:
         weights = [p for p in module.parameters() if p.requires_grad]
         leaves = call.map_rows(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, sample)
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
-        saved = SavedBytes([*leaves, *module.parameters()])
+        saved = SavedBytes([*leaves, *module.parameters()], self._trial.device)
         with torch.enable_grad():
             with saved_tensors_watched(saved.add):
                 whole = gradients_of(self._results(call, leaves), wanted)

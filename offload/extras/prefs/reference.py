@@ -265,7 +265,7 @@ def describe_model(model: Any) -> str:
         )
         for name, module in model.named_modules()
     ]
-    return repr((digests_of(model), _Description().of(modules)))
+    return repr((digests_of(model, torch.Tensor.cpu), _Description().of(modules)))
 
 
 class _Description:

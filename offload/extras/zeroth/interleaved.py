@@ -67,7 +67,7 @@ class InterleavedForwards:
     def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Wrap the function for a separate thread with the current thread's thread-local torch state."""
         state = self._state
-        surroundings, enter = ThreadState(state.device.torch_device.type), state.device.stream_entry()
+        surroundings, enter = ThreadState(state.device.autocast_type), state.device.stream_entry()
 
         def run() -> torch.Tensor:
             # Stream and gradient mode belong to a thread.
