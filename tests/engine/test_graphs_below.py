@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.engine.units import offloaded_graph
-from offload.engine.units.recompute_policy import spread
+from offload.engine.units.recompute_policy import GraphChoice
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only
@@ -288,7 +288,7 @@ def test_an_input_that_was_not_changed_in_place_before_may_not_be() -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 3000))
 def test_what_has_room_is_spread_evenly(sizes: list[int], room: int) -> None:
-    chosen = spread(sizes, room)
+    chosen = GraphChoice("auto", has_budget=True, can_offload=True).offloaded(dict(enumerate(sizes)), room)
     taken = sum(sizes[number] for number in chosen)
     assert taken <= room
     assert len(chosen) == len(sizes) or room < sum(sizes)

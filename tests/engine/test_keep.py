@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from offload.engine.units import keep
+from offload.engine.units.recompute_policy import GraphChoice
 from offload.engine.units.traits import GraphTraits, UnitTraits
 
 SIGNATURE = ((True,), frozenset[int]())
 
 
 def policy(mode: str, *, is_measured: bool = True, fits: bool = False, offloads: bool = False, pool: Any = None) -> Any:
+    choice = GraphChoice(mode, has_budget=True, can_offload=pool is not None)
     return SimpleNamespace(
         mode=mode,
         graph_offload=pool,
-        keeps_on_device=lambda _: fits,
+        keeps_on_device=lambda _: choice.stays(fits),
         is_measured=lambda _: is_measured,
-        offloads=lambda _: offloads,
+        offloads=lambda _: choice.leaves(offloads),
     )
 
 

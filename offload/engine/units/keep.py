@@ -382,18 +382,16 @@ class OffloadedGraph(SavedGraph):
 
 def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: GradientSignature) -> type[Inputs]:
     """Return the class that keeps a use of `unit` with these input shapes and this gradient signature."""
-    traits, mode, pool = unit.traits, policy.mode, policy.graph_offload
+    traits, mode = unit.traits, policy.mode
     if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
         return InputsAndTensors
     if traits.graph(signature).keeps_nothing:
         return SavedGraph
-    if traits.rewrites and pool is not None:
+    if traits.rewrites and policy.graph_offload is not None:
         return Inputs
     if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
         return Inputs
-    if mode == "never":
-        return SavedGraph if pool is None else OffloadedGraph
-    if mode != "always" and policy.keeps_on_device(key):
+    if policy.keeps_on_device(key):
         return Products if mode == PRODUCTS else SavedGraph
     if mode == PRODUCTS and not policy.is_measured(key):
         return MeasuredProducts

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from offload.engine.units.activation_offload import ActivationOffload, stretch_o
 from offload.engine.units.execution_mode import ExecutionMode
 from offload.tiers.device import Device
 
+_Key = TypeVar("_Key")
 PRODUCTS = "products"
 """The mode in which outputs of products are kept, not graphs."""
 UseKey = tuple[Any, ...]
@@ -30,17 +31,55 @@ def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractCont
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def spread(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the indices of autograd graphs to offload to the host, of at most `room` bytes, spread evenly over the
-    pass: a slow link copies one graph while the units up to the next one compute.
+class GraphChoice(NamedTuple):
+    """The rule of a `RecomputePolicy`, from numbers of bytes alone: a forecast asks it too.
+
+    Sizes by key are in backward order, because the last graphs are held shortest.
     """
-    total, passed, used, chosen = sum(sizes), 0, 0, []
-    for number, size in enumerate(sizes):
-        passed += size
-        if used + size <= room and (used + size) * total <= room * passed:
-            chosen.append(number)
-            used += size
-    return chosen
+
+    mode: str
+    """Effective mode, see `RecomputePolicy`."""
+    has_budget: bool
+    """True if device memory is limited."""
+    can_offload: bool
+    """True if graphs can go to host or NVMe memory."""
+
+    @property
+    def fills_device(self) -> bool:
+        """True if graphs, or outputs of products, take the device memory that everything else leaves."""
+        return self.mode in ("auto", PRODUCTS)
+
+    def stays(self, is_selected: bool) -> bool:
+        """True if the graph, or the outputs of products, of a use stay on the device. `is_selected`: by `on_device`."""
+        if self.fills_device:
+            return is_selected or not self.has_budget
+        return self.mode == "never" and not self.can_offload
+
+    def leaves(self, is_selected: bool) -> bool:
+        """True if a graph that does not stay goes to host or NVMe memory. `is_selected`: by `offloaded`."""
+        return self.can_offload and (is_selected or self.mode == "never")
+
+    def on_device(self, sizes: Mapping[_Key, int], room_bytes: int) -> list[_Key]:
+        """Select what stays on the device, of at most `room_bytes`."""
+        left = room_bytes if self.fills_device else 0
+        chosen = []
+        for key, size in sizes.items():
+            if size <= left:
+                chosen.append(key)
+                left -= size
+        return chosen
+
+    def offloaded(self, sizes: Mapping[_Key, int], room_bytes: int) -> list[_Key]:
+        """Select what goes to host or NVMe memory, of at most `room_bytes`, spread evenly over the pass: a slow link
+        copies one graph while the units up to the next one compute.
+        """
+        total, passed, used, chosen = sum(sizes.values()), 0, 0, []
+        for key, size in sizes.items():
+            passed += size
+            if used + size <= room_bytes and (used + size) * total <= room_bytes * passed:
+                chosen.append(key)
+                used += size
+        return chosen
 
 
 class RecomputePolicy:
@@ -92,8 +131,8 @@ class RecomputePolicy:
         return self._mode if self._execution_mode.recomputes else "never"
 
     def keeps_on_device(self, key: UseKey) -> bool:
-        """True if there is room on the device for what uses of this kind would keep."""
-        return self._ledger.budget_bytes is None or key in self._on_device
+        """True if uses of this kind keep their graph, or outputs of products, on the device."""
+        return self._choice.stays(key in self._on_device)
 
     def is_measured(self, key: UseKey) -> bool:
         """True if the size is known."""
@@ -102,7 +141,11 @@ class RecomputePolicy:
     def offloads(self, key: UseKey) -> bool:
         """True if this use, now in this step, offloads its graph."""
         self._used_keys.add(key)
-        return key in self._offloaded
+        return self._choice.leaves(key in self._offloaded)
+
+    @property
+    def _choice(self) -> GraphChoice:
+        return GraphChoice(self.mode, self._ledger.budget_bytes is not None, self.graph_offload is not None)
 
     def has_room(self, num_bytes: int) -> bool:
         """True if the budget allows `num_bytes` more for graphs."""
@@ -168,25 +211,16 @@ class RecomputePolicy:
     def end_step(self) -> int:
         """Select graphs to save from the measurements of this step. Returns the peak device memory in bytes."""
         self._update_other_peak(self._step_peak_bytes)
-        budget, others = self._ledger.budget_bytes, []
-        room = (
-            0
-            if budget is None or self.mode not in ("auto", PRODUCTS)
-            else budget - self._others_peak_bytes - self._step_peak_bytes
-        )
-        for key in self._new:  # Backward order: last unit first.
-            if self._sizes[key] <= room:
-                self._on_device.add(key)
-                room -= self._sizes[key]
-            else:
-                others.append(key)
+        budget = self._ledger.budget_bytes
+        room = 0 if budget is None else budget - self._others_peak_bytes - self._step_peak_bytes
+        self._on_device.update(self._choice.on_device({key: self._sizes[key] for key in self._new}, room))
+        others = [key for key in self._new if key not in self._on_device]
         if self.graph_offload is not None and others:
             # All buffers are free by now. Graphs for different shapes never wait at the same time.
             room = self.graph_offload.room_bytes - sum(
                 self._whole_sizes[key] for key in self._offloaded & self._used_keys
             )
-            chosen = spread([self._whole_sizes[key] for key in others], room)
-            self._offloaded.update(others[number] for number in chosen)
+            self._offloaded.update(self._choice.offloaded({key: self._whole_sizes[key] for key in others}, room))
         self._new.clear()
         return self._device_peak_bytes
 

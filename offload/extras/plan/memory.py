@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
-from offload.engine.units.recompute_policy import PRODUCTS, spread
+from offload.engine.units.recompute_policy import PRODUCTS, GraphChoice
 from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
@@ -119,6 +119,9 @@ class StepMemory:
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
         self.budget = device_budget(self.plan, hardware)
+        self._choice = GraphChoice(
+            self.settings.recompute, self.budget is not None, self.settings.placement.graphs in OFFLOADED
+        )
         # Row blocks add gradients to the gradient buffer or on the host.
         in_layers = [unit for unit in prepared.structure.units if unit.num_layers]
         self._in_row_blocks = {region for unit in in_layers for region in unit.regions}
@@ -159,40 +162,40 @@ class StepMemory:
 
     @cached_property
     def kept(self) -> Kept:
-        """Uses with memory kept on the device, with the same choice as `RecomputePolicy`."""
-        calls, mode = self.workload.calls, self.settings.recompute
+        """Uses with memory kept on the device, by the rule of the engine."""
         if not self._has_backward:
             return Kept()
-        always = self._always_kept
-        if mode == PRODUCTS:
+        selected: list[int] = []
+        if self.budget is not None and self._choice.fills_device:
+            room = self.budget - self._planned_bytes
+            selected = self._choice.on_device(self._kept_sizes, room - self._on_device(self._keeping(())))
+
+            def fits(num_fewer: int) -> bool:
+                return self._on_device(self._keeping(selected[: len(selected) - num_fewer])) <= room
+
+            # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
+            num_fewer = bisect_left(range(len(selected)), True, key=fits)
+            selected = selected[: len(selected) - num_fewer]
+        return self._keeping(selected)
+
+    def _keeping(self, selected: Collection[int]) -> Kept:
+        """Return what stays on the device if the rule selects these uses."""
+        staying = (n for n in range(len(self.workload.calls)) if self._choice.stays(n in selected))
+        if self._choice.mode == PRODUCTS:
+            return Kept(self._always_kept, frozenset(self._kept_sizes.keys() & staying))
+        return Kept(self._always_kept.union(staying))
+
+    @cached_property
+    def _kept_sizes(self) -> dict[int, int]:
+        """Bytes of the graphs, or outputs of products, that may stay on the device, from the last use."""
+        calls, parts = self.workload.calls, self.workload.num_micro_batches
+        if self._choice.mode == PRODUCTS:
             sizes = {n: call.products.kept_bytes for n, call in enumerate(calls) if call.products is not None}
-            return Kept(always, self._choose(sizes, lambda more: self._on_device(Kept(always, more))))
-        if mode == "always" or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
-            return Kept(always)
-        if mode == "never" or self.budget is None:
-            return Kept(frozenset(range(len(calls))))
-        sizes = {number: call.saved_bytes for number, call in enumerate(calls) if number not in always}
-        return Kept(always | self._choose(sizes, lambda more: self._on_device(Kept(always | more))))
+        else:
+            sizes = {n: call.saved_bytes for n, call in enumerate(calls) if n not in self._always_kept}
+        return {number: sizes[number] * parts for number in reversed(sizes)}
 
-    def _choose(self, sizes: Mapping[int, int], on_device: Callable[[frozenset[int]], int]) -> frozenset[int]:
-        """Return the uses with room for their memory until the backward.
-
-        `sizes`: bytes of one micro-batch by call index. `on_device`: device bytes added by a step with these uses.
-        """
-        if self.budget is None:
-            return frozenset(sizes)
-        room = self.budget - self._planned_bytes
-        left, more = room - on_device(frozenset()), list[int]()
-        for number in sorted(sizes, reverse=True):  # late graphs are held for less time
-            size = sizes[number] * self.workload.num_micro_batches
-            if size <= left:
-                more.insert(0, number)
-                left -= size
-        # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
-        fewer = bisect_left(range(len(more)), True, key=lambda n: on_device(frozenset(more[n:])) <= room)
-        return frozenset(more[fewer:])
-
-    @property
+    @cached_property
     def _always_kept(self) -> frozenset[int]:
         """Call indices with the graph saved in every mode."""
         return frozenset(n for n, call in enumerate(self.workload.calls) if call.keeps_graph or call.name is None)
@@ -203,22 +206,24 @@ class StepMemory:
         return self._choose_offloaded(self.kept.graphs)
 
     def _choose_offloaded(self, graphs: frozenset[int]) -> frozenset[int]:
-        """Return the calls with offloaded graphs: as many calls outside `graphs` as the tier has room for."""
-        calls, placement = self.workload.calls, self.settings.placement
-        tier = placement.graphs
-        if tier not in OFFLOADED or not self._has_backward:
+        """Return the calls with offloaded graphs, if those of `graphs` stay on the device."""
+        if not self._choice.can_offload or not self._has_backward:
             return frozenset()
-        numbers = [number for number, call in reversed(list(enumerate(calls))) if number not in graphs and call.is_cut]
-        if self.settings.recompute == "never":
-            return frozenset(numbers)
+        calls = reversed(list(enumerate(self.workload.calls)))
+        sizes = {n: self._graph_bytes(call) for n, call in calls if n not in graphs and call.is_cut}
+        chosen = set(self._choice.offloaded(sizes, self._offload_room()))
+        return frozenset(n for n in sizes if self._choice.leaves(n in chosen))
+
+    def _offload_room(self) -> int:
+        """Return the bytes for graphs on the tier of the graphs."""
+        placement, tier = self.settings.placement, self.settings.placement.graphs
         used = bytes_on(tier, self.plan.allocations)
         if placement.activations == tier:
-            used += sum(map(self._first_offloaded_bytes, calls))
+            used += sum(map(self._first_offloaded_bytes, self.workload.calls))
         capacity = self.hardware.host_bytes if tier == HOST else self.hardware.disk_bytes
         rooms = [each - used for each in (placement.budget(tier), capacity) if each is not None]
         limit = budget_bytes(placement.graphs_memory)
-        room = min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
-        return frozenset(numbers[place] for place in spread([self._graph_bytes(calls[n]) for n in numbers], room))
+        return min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return the offloaded graph bytes of a use, inputs included."""
