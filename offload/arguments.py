@@ -9,11 +9,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, shorten
+from offload.setting_texts import KEYS
 
 
 def check_types(of: Any, arguments: Mapping[str, Any]) -> None:
@@ -25,8 +25,7 @@ def check_types(of: Any, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in hints and not _fits(value, hints[name]):
             own = f"{of.__qualname__.removesuffix('.__init__')}.{name}"
-            keys = import_module("offload.app.config.config").all_keys()  # for the message alone
-            key = next((key for key in keys if key.endswith(f".{name}")), own)
+            key = KEYS.get(name, own)
             expected = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
             raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {expected}.")
 

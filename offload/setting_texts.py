@@ -161,6 +161,15 @@ PLACEMENT_TEXTS = {
 """Texts of tiers and budgets by full key."""
 TEXTS = {**ENGINE_TEXTS, **PLACEMENT_TEXTS}
 """All texts by full key."""
+_KEYS_WITHOUT_TEXT = "train.precision", "train.micro_batch_size", "offload.zero_stage", "run.seed", "run.debug"
+_RULE_FIELDS = (
+    *("lr", "weight_decay", "decay_1d", "groups", "states", "betas", "eps", "beta2_decay", "d", "clip_value"),
+    *("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
+    *("num_perturbations", "layer_fraction", "magnitude_quantile", "master"),
+)
+_RULE_KEYS = [f"optimizer.{name}" for name in _RULE_FIELDS]
+KEYS = {key.partition(".")[2]: key for key in (*TEXTS, *_KEYS_WITHOUT_TEXT, *_RULE_KEYS)}
+"""Full keys by field name of `Settings`, `Placement` and the update rules. Fields without a key are absent."""
 
 
 def with_texts(docstring: str | None, texts: Mapping[str, str]) -> str:

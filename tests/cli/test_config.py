@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
 from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags, written_size
+from offload.optim.rules import RULES
 from offload.planning.settings import Settings
 from offload.retired import RETIRED
+from offload.setting_texts import KEYS
 from offload.sizes import parse_size
+from offload.tiers.placement import Placement
 from offload.train import DESCRIPTION
 
 ODD: list[Any] = [
@@ -216,6 +220,19 @@ def test_a_setting_of_several_types_has_one_sentence_in_our_words(key: str, valu
     with pytest.raises(ConfigError) as refused:
         Config.load(None, {key: value})
     assert str(refused.value) == said
+
+
+def test_a_value_of_a_wrong_type_is_refused_by_its_key() -> None:
+    """Break: remove a rule's field from the table."""
+    keys = {key.partition(".")[2]: key for key in reversed(all_keys())}  # of two sections, the first has the name
+    names = {
+        field.name for owner in (Settings, Placement, *map(RULES.__getitem__, RULE_SETTINGS)) for field in fields(owner)
+    }
+    assert {name: keys[name] for name in names & keys.keys()} == KEYS
+    with pytest.raises(ConfigError, match=r"^train\.precision is 16; it must be str\.$"):
+        Settings(precision=16)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^LOMO\.clip_norm is 'a'; it must be float \| None\.$"):
+        RULES["lomo"](clip_norm="a")  # type: ignore[call-arg]
 
 
 def test_a_clipping_norm_of_0_is_none() -> None:
