@@ -308,8 +308,10 @@ def prepare(
 
     prepared = EnginePlan.fit(structure_of, settings, comm, machine)
     residence = prepared.plan.residence
-    tiers = residence.common, residence.keeps_weights, {index: row.tiers for index, row in residence.rows.items()}
-    comm.agree("the plan", _field_texts(prepared.plan, ignored=("residence",)) | {"residence": repr(tiers)})
+    row_tiers = {index: row.tiers for index, row in residence.rows.items()}
+    residence_text = repr((residence.common, residence.keeps_weights, row_tiers))
+    plan_texts = _field_texts(prepared.plan, ignored=("residence",))
+    comm.agree("the plan", {**plan_texts, "residence": residence_text})
     return prepared
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,25 @@ _SHARE_FOR_STATES = 0.6
 """Share of device memory for states. The rest is left to activations."""
 AUTO_LOOKAHEAD = 2
 """Units fetched ahead by default: one in transfer, one waiting for compute."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Buffers for copies between tiers."""
+
+    overlap: bool
+    """True if copies and updates overlap compute."""
+    rings: Mapping[str, int] = field(default_factory=dict)
+    """Host ring sizes in bytes for disk reads and writes, by name."""
+    ahead: int = 0
+    """Number of units fetched ahead."""
+    buffers: int = 1
+    """Number of consecutive unit gradients with room on the device."""
+
+    @property
+    def stagings(self) -> int:
+        """Number of consecutive region gradients with room on the host: one fills while the other is consumed."""
+        return 2 if self.overlap else 1
 
 
 @dataclass(frozen=True)
@@ -314,19 +333,32 @@ class _Request:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
         return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed())
 
-    def allocations(
-        self,
-        residence: Residence,
-        overlap: bool,
-        rings: Mapping[str, int] | None = None,
-        ahead: int = 0,
-        buffers: int = 1,
-    ) -> list[Allocation]:
-        """Return the lasting allocations for a table of residence. Arguments as in `plan_memory`."""
+    def unsized_transfers(self, residence: Residence) -> Transfers:
+        """Return the transfers before their buffers are sized. Disk reads are certain for model files, and possible
+        with a disk folder.
+        """
+        reads = bool(residence.rows) or self.settings.placement.nvme_dir is not None
+        return Transfers(self.overlaps(reads))
+
+    def beside_device_memory(self, residence: Residence) -> _Request:
+        """Return the request with the memory that remains for states on the host.
+
+        Device memory may be host memory (`FreeMemory.in_host`), so less remains.
+        """
+        free = self.free
+        prefetch = self.settings.prefetch
+        if residence.common == DEVICE or not free.in_host:
+            return self
+        ahead = prefetch if isinstance(prefetch, int) else AUTO_LOOKAHEAD
+        transfers = replace(self.unsized_transfers(residence), ahead=ahead, buffers=2)
+        beside = bytes_on(DEVICE, self.allocations(residence, transfers))
+        return replace(self, free=replace(free, host_bytes=max(0, free.host_bytes - beside)))
+
+    def allocations(self, residence: Residence, transfers: Transfers) -> list[Allocation]:
+        """Return the lasting allocations for a table of residence."""
         rule = self.settings.optimizer
         by_matrix = [region for region in self.regions if region.by_matrix]
         sizes = (rule.parts[r.rule].workspace_bytes(piece.shape) for r in by_matrix for piece in r.pieces)
-        stagings = 2 if overlap else 1  # one fills while the other is consumed
         return plan_memory(
             self.units,
             self.regions,
@@ -334,68 +366,34 @@ class _Request:
             keeps_gradients=self.settings.keeps_gradients,
             splits=self.settings.splits,
             passes=self.settings.passes,
-            rings=rings,
-            ahead=ahead,
-            buffers=buffers,
-            stagings=stagings,
+            rings=transfers.rings,
+            ahead=transfers.ahead,
+            buffers=transfers.buffers,
+            stagings=transfers.stagings,
             workspace_bytes=max(sizes, default=0),
             num_directions=rule.num_directions,
         )
 
 
-def choose_residence(request: _Request, update: str) -> tuple[Residence, str, FreeMemory]:
-    """Choose the tier of all planes and the places of the updates. Return the table, the place of the updates
-    (as in `lay_out`), and the free memory beside device memory on the host.
+def choose_residence(request: _Request, residence: Residence, update: str) -> Residence:
+    """Choose the tier of all planes and the places of the updates.
 
-    Raises ConfigError if the settings allow no table.
+    residence: the table of `_choose_common`. update: the place of the updates, as in `lay_out`.
     """
+    if residence.common == DEVICE:
+        return residence
     settings = request.settings
     regions = request.regions
     sharding = request.sharding
-    free = request.free
-    placement = settings.placement
-
-    # Frozen weights in model files, then the common tier: both may leave nothing else to choose.
-    residence = Residence(sharding=sharding)
-    if placement.parameters == FILES:
-        residence = read_from_files(sharding, regions, placement.budget(HOST), free.host_bytes)
-        if not residence.rows:
-            raise ConfigError(
-                "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
-                "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
-            )
-    overlap = request.overlaps(bool(residence.rows) or placement.nvme_dir is not None)
-    residence = _choose_tiers(request, residence, overlap)
-    if residence.common == DEVICE:
-        return residence, update, free
-    if free.in_host:  # device memory is host memory here, so less remains for states
-        widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
-        beside = bytes_on(DEVICE, request.allocations(residence, overlap, ahead=widest, buffers=2))
-        free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-
-    # Room on the device for states updated there.
-    most_numel = None
-    room = 0
-    buffers = 2 if overlap else 1
-    if update in (DEVICE, "both"):
-        budget = _device_bytes(placement, free)
-        most_numel = device_updates.tile_numel(regions, budget, sharding)
-        if placement.optimizer_memory is not None:
-            room = int(placement.optimizer_memory)
-        elif placement.optimizer == "auto" and budget is not None:
-            # Weights first: each weight byte is copied to the device twice per step, other state bytes once per
-            # direction.
-            rows = {**residence.rows, **device_updates.all_on_device(regions, most_numel, sharding).rows}
-            first = replace(residence, rows=rows, keeps_weights=True)
-            room = max(0, budget - bytes_on(DEVICE, request.allocations(first, overlap, buffers=buffers)))
-            # Leave room for the step itself; step memory is unknown here.
-            room = room // 3 if update == "both" else room
+    most_numel, room = _device_room(request, residence, update)
 
     # All other states: memory first, then disk.
     factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
     reserved = factors + read_ring(residence, regions) + residence.file_staging_bytes
-    below, host_bytes = _tiers_below(placement, free, reserved + sum(_activation_rings(request).values()))
-    staged = staging_bytes(regions, buffers, sharding) if settings.optimizer.has_gradients else 0
+    reserved += sum(_activation_rings(request).values())
+    below, host_bytes = _tiers_below(settings.placement, request.free, reserved)
+    stagings = request.unsized_transfers(residence).stagings
+    staged = staging_bytes(regions, stagings, sharding) if settings.optimizer.has_gradients else 0
     laid_out = lay_out(
         [region for region in regions if region.index not in residence.rows],
         below,
@@ -407,10 +405,28 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
         most_numel=most_numel,
         device_bytes=room,
     )
-    residence = replace(residence, rows={**residence.rows, **laid_out.rows})
-    if update == "both" and not residence.updated_on_device:  # the device has no room for any
-        update = "cpu"
-    return residence, update, free
+    return replace(residence, rows={**residence.rows, **laid_out.rows})
+
+
+def _device_room(request: _Request, residence: Residence, update: str) -> tuple[int | None, int]:
+    """Return the most elements of a tile updated on the device, and the device bytes for optimizer states."""
+    if update not in (DEVICE, "both"):
+        return None, 0
+    placement = request.settings.placement
+    budget = _device_bytes(placement, request.free)
+    most_numel = device_updates.tile_numel(request.regions, budget, request.sharding)
+    if placement.optimizer_memory is not None:
+        return most_numel, int(placement.optimizer_memory)
+    if placement.optimizer != "auto" or budget is None:
+        return most_numel, 0
+    # Weights first: each weight byte is copied to the device twice per step, other state bytes once per direction.
+    streamed = device_updates.all_on_device(request.regions, most_numel, request.sharding)
+    first = replace(residence, rows={**residence.rows, **streamed.rows}, keeps_weights=True)
+    transfers = request.unsized_transfers(residence)
+    planned = request.allocations(first, replace(transfers, buffers=transfers.stagings))
+    room = max(0, budget - bytes_on(DEVICE, planned))
+    # Leave room for the step itself; step memory is unknown here.
+    return most_numel, room // 3 if update == "both" else room
 
 
 def _activation_rings(request: _Request) -> dict[str, int]:
@@ -419,38 +435,33 @@ def _activation_rings(request: _Request) -> dict[str, int]:
     return activation_ring_bytes(request.regions, placement.budget(HOST)) if has_ring else {}
 
 
-def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tuple[dict[str, int], bool, int, int]:
-    """Return the ring sizes for disk transfers by name, True if copies overlap compute, the number of units fetched
-    ahead, and the number of consecutive unit gradients on the device. `free`: see `choose_residence`.
-    """
+def size_transfers(request: _Request, residence: Residence) -> Transfers:
+    """Size the buffers for copies between tiers."""
     settings = request.settings
     regions = request.regions
     sharding = request.sharding
     rings = _activation_rings(request) | ring_bytes(residence, regions)
-    overlap = request.overlaps(bool(rings) or bool(residence.indices_on(FILES)))
-    ahead = 0
-    buffers = 1
+    transfers = Transfers(request.overlaps(bool(rings) or bool(residence.indices_on(FILES))), rings)
     if isinstance(settings.prefetch, int):
-        ahead = settings.prefetch
-        buffers = 2 if overlap and ahead else 1
-    elif overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
+        buffers = transfers.stagings if settings.prefetch else 1
+        transfers = replace(transfers, ahead=settings.prefetch, buffers=buffers)
+    elif transfers.overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
         # Without a limit. Under one, memory left over after a step goes to slots and a second buffer.
-        ahead = AUTO_LOOKAHEAD
-        buffers = 2
+        transfers = replace(transfers, ahead=AUTO_LOOKAHEAD, buffers=2)
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
-    if defers and not any(waits_on_disk(region, residence) for region in regions):
-        planned = bytes_on(HOST, request.allocations(residence, overlap, rings, ahead, buffers))
-        # Memory a custom training loop needs in place of the planned gradients.
-        trainable = [region for region in regions if region.trainable]
-        sums = sum(sharding.plane_bytes(region, summed(region.plane("gradients"))) for region in trainable)
-        sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
-        budget = settings.placement.budget(HOST)
-        if budget is None:
-            budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-        elif HOST in (settings.placement.activations, settings.placement.graphs):
-            budget = 0  # the size of offloaded activations depends on the batch
-        rings = add_early_tiles(rings, budget - planned - sums)
-    return rings, overlap, ahead, buffers
+    if not defers or any(waits_on_disk(region, residence) for region in regions):
+        return transfers
+    planned = bytes_on(HOST, request.allocations(residence, transfers))
+    # Memory a custom training loop needs in place of the planned gradients.
+    trainable = [region for region in regions if region.trainable]
+    sums = sum(sharding.plane_bytes(region, summed(region.plane("gradients"))) for region in trainable)
+    sums += staging_bytes(regions, transfers.stagings, sharding, accumulates=True, splits=settings.splits)
+    budget = settings.placement.budget(HOST)
+    if budget is None:
+        budget = int(request.free.host_bytes * _SHARE_OF_FREE_MEMORY)
+    elif HOST in (settings.placement.activations, settings.placement.graphs):
+        budget = 0  # the size of offloaded activations depends on the batch
+    return replace(transfers, rings=add_early_tiles(rings, budget - planned - sums))
 
 
 def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
@@ -477,8 +488,9 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
 
 def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     """Return the plan with a place of the updates. num_sharing: as in `_check_memory`; None: no check."""
-    residence, update, free = choose_residence(request, update)
-    update = DEVICE if update == SLOT else update  # the residence has the slots
+    common = _choose_common(request)
+    beside = request.beside_device_memory(common)
+    residence = choose_residence(beside, common, update)
     on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
     if request.settings.delay and (on_disk or residence.common == DEVICE):
         raise ConfigError(
@@ -486,11 +498,10 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             f"{'on the device' if residence.common == DEVICE else 'on disk'}: set --train.delay 0, or "
             "--offload.parameters cpu --offload.optimizer cpu (or nvme)."
         )
-    rings, overlap, ahead, buffers = size_rings(request, residence, free)
-    allocations = request.allocations(residence, overlap, rings, ahead, buffers)
+    transfers = size_transfers(beside, residence)
+    allocations = request.allocations(residence, transfers)
     lower = replace(residence, common=HOST, keeps_weights=True)
-    most_buffers = 2 if overlap else 1
-    unlimited = request.allocations(lower, overlap, rings, buffers=most_buffers)
+    unlimited = request.allocations(lower, replace(transfers, ahead=0, buffers=transfers.stagings))
     device_bytes = full_device_bytes = request.settings.placement.budget(DEVICE)
     if full_device_bytes is None and request.free.total_device_bytes is not None:
         full_device_bytes = int(request.free.total_device_bytes * _SHARE_OF_FREE_MEMORY)
@@ -500,12 +511,30 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             left = min(left, request.free.host_bytes) + request.free.model_bytes
             left = max(0, left - bytes_on(HOST, allocations))
         device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
-    on_host = summed_regions(request.regions, request.units, request.settings.passes, request.settings.splits)
-    device_limits = device_bytes, full_device_bytes
-    plan = Plan(residence, rings, overlap, update, ahead, *device_limits, allocations, unlimited, on_host)
+    plan = Plan(
+        residence=residence,
+        rings=transfers.rings,
+        overlap=transfers.overlap,
+        update=_place_of_updates(residence, update),
+        ahead=transfers.ahead,
+        device_bytes=device_bytes,
+        full_device_bytes=full_device_bytes,
+        allocations=allocations,
+        unlimited_allocations=unlimited,
+        summed=summed_regions(request.regions, request.units, request.settings.passes, request.settings.splits),
+    )
     if num_sharing is not None:
         _check_memory(request, plan, num_sharing)
     return plan
+
+
+def _place_of_updates(residence: Residence, update: str) -> str:
+    """Return the place of updates as a plan tells it: a request for both only where the device has room for some."""
+    if update == SLOT:
+        return DEVICE  # the table has the slots
+    if update == "both" and residence.common != DEVICE and not residence.updated_on_device:
+        return "cpu"
+    return update
 
 
 def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
@@ -535,20 +564,33 @@ def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple
     return tiers, None if host_bytes is None else max(0, host_bytes - reserved)
 
 
-def _choose_tiers(request: _Request, residence: Residence, overlap: bool) -> Residence:
-    """Return the table with the common tier: with "auto", the device if everything fits, else the host, which stands
-    for all tiers below the device.
+def _choose_common(request: _Request) -> Residence:
+    """Return a table with the common tier, and with the regions in model files.
+
+    The common tier with "auto" is the device if everything fits, else the host, which stands for all tiers below the
+    device. Raises ConfigError if parameters should stay in files and none is frozen.
     """
     placement = request.settings.placement
     free = request.free
+    residence = Residence(sharding=request.sharding)
+    if placement.parameters == FILES:
+        residence = read_from_files(request.sharding, request.regions, placement.budget(HOST), free.host_bytes)
+        if not residence.rows:
+            raise ConfigError(
+                "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
+                "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
+            )
     wants = tuple(HOST if want in (DISK, FILES) else want for want in (placement.parameters, placement.optimizer))
     parameters, states = wants
     if "auto" in wants:
         budget = _device_bytes(placement, free)
         if budget is None and placement.nvme_dir is not None:  # the host computes, and host memory is limited
             budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-        planned = request.allocations(replace(residence, common=DEVICE), overlap) if budget is not None else []
-        fits = budget is None or bytes_on(DEVICE, planned) <= budget
+        fits = True
+        if budget is not None:
+            on_device = replace(residence, common=DEVICE)
+            planned = request.allocations(on_device, request.unsized_transfers(residence))
+            fits = bytes_on(DEVICE, planned) <= budget
         if placement.optimizer_memory is not None:
             room = int(placement.optimizer_memory)
             fits = fits and optimizer_bytes(request.regions, request.sharding) <= room
