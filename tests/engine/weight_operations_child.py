@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from offload import Engine
-from offload.engine.recording.recording import Recording, UseDetector
+from offload.engine.recording.recording import FirstPass, UseDetector
 from offload.engine.units.offloaded_tensor import make_placeholder
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of
@@ -144,7 +144,7 @@ class Watched:
 
     def run(self, call: Call, spec: Any, leaves: list[Any], place: int, trains: bool) -> tuple[Any, bool]:
         """Return the description of the results, and whether the recording has seen a read."""
-        recording = Recording(self._state.units, self._state.runner, 0)
+        recording = FirstPass(self._state.units, self._state.runner)
         weight = self.weight_of(leaves[place], trains)
         with self._state.ownership.watched(recording.note_read), UseDetector(recording):
             described = describe(call, spec, [*leaves[:place], weight, *leaves[place + 1 :]], weight, trains)

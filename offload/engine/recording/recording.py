@@ -14,8 +14,10 @@ Every unit runs with a separate autograd graph here, cut at the unit border. The
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from offload.engine.units.offloaded_tensor import OffloadedTensor, ResidentParam
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
-from offload.engine.units.snapshots import buffers_of
+from offload.engine.units.snapshots import BufferPlace, buffers_of
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import ENGINE_ERRORS, SavedBytes, Trial, Versions
@@ -46,31 +48,93 @@ class RestartRecording(Exception):
     """The pass needs more resident units; `Recording.outside_readers` has the names."""
 
 
-class Recording:
-    """Records the units during one model run.
+class Observed:
+    """One recorded use of a unit: the state before the forward, and what the forward did."""
+
+    def __init__(self, unit: Unit, arguments: Arguments, runner: UnitRunner) -> None:
+        self.unit = unit
+        self.arguments = arguments
+        self.traits = unit.learn(arguments.structure)
+        # The graph of the use ends at `leaves`. The forward receives copies of these, which it may change in place.
+        self.leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
+        self.inputs = [leaf.clone() for leaf in self.leaves]
+        self._input_versions = Versions(self.inputs)
+        self.saved = _SavedTensors(runner, self.inputs)
+        self._buffers = {place: buffer.detach().clone() for place, buffer in buffers_of(unit.modules).items()}
+
+        # Known once the weights are on the device:
+        self.weights: list[torch.nn.Parameter] = []
+        self.result: Arguments
+        self.results_without_graph: list[torch.Tensor] = []
+        self.is_plain = False
+        """True if the graph has no hook and no own function. Either may hold weights."""
+        self.reads_weights = True
+
+    def run(self, runner: UnitRunner, forward: Forward, made: KeptTensors) -> None:
+        """Run the forward with a graph."""
+        next_hook = RemovableHandle.next_id
+        use = Use(runner, self.arguments, self.inputs, self.arguments.others)
+        made.add_inputs(self.inputs)
+        with torch.enable_grad(), saved_tensors_watched(self.saved.add):
+            self.result = runner.run(self.unit, use, made.watching(forward))
+        _refuse_reentrant(f"unit {self.unit.name}", self.result.tensors)
+        self.is_plain = RemovableHandle.next_id == next_hook and has_only_torch_nodes(self.result.tensors)
+
+    @cached_property
+    def mutated(self) -> set[int]:
+        """Indices of the inputs changed in place."""
+        return self._input_versions.changed()
+
+    @cached_property
+    def moved_buffers(self) -> set[BufferPlace]:
+        """Buffers with other values than before. Native batch norm leaves `_version` unchanged."""
+        before, now = self._buffers, buffers_of(self.unit.modules)
+        return {each for each in now.keys() | before.keys() if not same_bits(now.get(each), before.get(each))}
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """The leaves of the graph: copies of the inputs, and weights."""
+        return [*self.leaves, *self.weights]
+
+    @property
+    def shapes(self) -> RecordedUse:
+        """Shapes and saved bytes, to compare with a use on another number of rows."""
+        inputs, outputs = ([t.shape for t in tensors] for tensors in (self.inputs, self.result.tensors))
+        return RecordedUse(inputs, list(self.arguments.others), outputs, self.saved.num_bytes)
+
+
+class Recording(ABC):
+    """Records the units during one model run on a number of rows (0: unknown).
 
     `interior`: leaves of a unit graph (weights and inputs). `border`: tensors returned by a unit. A unit result may
-    depend only on the interior of the same unit, the loss only on borders. `before`: the previous pass with another row
-    count, or None.
+    depend only on the interior of the same unit, the loss only on borders.
     """
 
-    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int, before: Recording | None = None) -> None:
-        self.outside_readers: set[str] = set()
+    _rows_to_learn: int | None = None
+    """Rows from which stages learn in this run (`Stage.record`). None: they learn nothing."""
+
+    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int = 0) -> None:
+        self.runner = runner
         self.rows = rows
+        self.outside_readers: set[str] = set()
         self.uses: dict[str, list[RecordedUse]] = {}
-        self.runner, self._before = runner, before
+        self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
+
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._exchanges: list[tuple[UnitTraits, Versions, Versions, _Contents]] = []  # (inputs, outputs) of the uses
         self._variants: set[int] = set()
-        self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
+
         self.num_set_to_itself: Counter[int] = Counter()
-        resident = [unit for unit in units if unit.resident and before is None]
-        self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in resident]
+        self.written_addresses: list[int] = []
         self.written: dict[Unit, _Contents] = {}
         """Resident units whose weights the model has changed, with the new contents."""
-        self.written_addresses: list[int] = []
+        self._resident_contents: list[tuple[Unit, _Contents]] = []
+
+    @abstractmethod
+    def _learn(self, seen: Observed) -> None:
+        """Write what the use shows into the traits of the unit."""
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
@@ -86,98 +150,64 @@ class Recording:
             self.outside_readers.add(unit.name)
             raise RestartRecording
         arguments, containers = receive_call(args, kwargs)
-        traits = unit.learn(arguments.structure)
-        leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
-        inputs = [leaf.clone() for leaf in leaves]
-        versions = Versions(inputs)
-        saved = _SavedTensors(self.runner, inputs)
-        buffers = {place: buffer.detach().clone() for place, buffer in buffers_of(unit.modules).items()}
+        seen = Observed(unit, arguments, self.runner)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self.runner.enter(unit)
         try:
-            rows = self.rows if self._before is None else None
-            forward = self.runner.stages.record(unit, self.runner, arguments, rows)
-            results_without_graph: list[torch.Tensor] | None = None
-            if self._before is not None:  # as in a streamed forward
-                results_without_graph = self._run_without_graph(unit, arguments, forward)
-            live = list(unit.live().values())
-            self.written_addresses[:] = [
-                address for address in self.written_addresses if not self.runner.slots.streams(address)
-            ]
-            writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
-            contents = _Contents(live if self._before is None else ())
-            use = Use(self.runner, arguments, inputs, arguments.others)
-            made.add_inputs(inputs)
-            with torch.enable_grad(), saved_tensors_watched(saved.add):
-                result = self.runner.run(unit, use, made.watching(forward))
-            _refuse_reentrant(f"unit {unit.name}", result.tensors)
-            if self._num_writes(live) != writes_before or contents.has_changed(unversioned=True):
-                refuse_writes(unit)
-            self._note_idle_writes(unit)
-            self._refuse_buffers_with_graphs(unit)
-            outputs = self._detach_outputs(unit, arguments, inputs, result)
-            own = [*leaves, *live]
-            # Tensors kept by a hook or custom function alias the forward weights.
-            is_plain = RemovableHandle.next_id == next_hook and has_only_torch_nodes(result.tensors)
-            reads_weights = (
-                saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
-            )
+            seen.weights = list(unit.live().values())
+            forward = self.runner.stages.record(unit, self.runner, arguments, self._rows_to_learn)
+            outputs = self._run(seen, forward, made)
         finally:
             self.runner.leave()
             self._inside = None
-        mutated = versions.changed()
-        if saved.contents.has_changed(unversioned=True):
-            traits.rewrites = True
-        self._refuse_views(unit, arguments, mutated)
-        self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
-        self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
-        recorded = RecordedUse(
-            [t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes
-        )
-        self.uses.setdefault(unit.name, []).append(recorded)
-        if self._before is None:
-            # Values are compared, since native batch norm leaves `_version` unchanged.
-            now = buffers_of(unit.modules)
-            moved = {each for each in now.keys() | buffers.keys() if not same_bits(now.get(each), buffers.get(each))}
-            detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-            keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and moved)
-            graph = GraphTraits(frozenset(detached), keeps_nothing, reads_weights or not keeps_nothing)
-            trained, is_first = unit.gradient_signature(arguments.tensors), self._is_first(traits)
-            traits.learn_use(trained, graph, mutated, moved, is_first=is_first)
-        elif results_without_graph is not None:
-            if not mutated and not all(map(same_bits, result.tensors, results_without_graph)):
-                unit.traits.needs_graph = True
-            if self.rows != self._before.rows:  # else a call in the caller's own loop: no second row count
-                uses, before = self.uses[unit.name], self._before.uses.get(unit.name, [])
-                use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
-                unit.traits.learn_rows(
-                    use_before, recorded, (self._before.rows, self.rows), is_first=self._is_first(unit.traits)
-                )
+        if seen.saved.contents.has_changed(unversioned=True):
+            seen.traits.rewrites = True
+        self._refuse_views(seen)
+        changed_inputs = [seen.inputs[i] for i in seen.mutated]
+        self._refuse_side_doors(unit, [*seen.result.tensors, *changed_inputs], {id(leaf) for leaf in seen.own})
+        self._interior.update((id(leaf), (leaf, unit.name)) for leaf in seen.own)
+        self.uses.setdefault(unit.name, []).append(seen.shapes)
+        self._learn(seen)
         with torch.no_grad():
-            for i in mutated:
-                arguments.tensors[i].copy_(inputs[i])
+            for i in seen.mutated:
+                arguments.tensors[i].copy_(seen.inputs[i])
         both = _Contents([*arguments.tensors, *outputs])
-        self._exchanges.append((traits, Versions(arguments.tensors), Versions(outputs), both))
-        return deliver_result(result, outputs, containers)
+        self._exchanges.append((seen.traits, Versions(arguments.tensors), Versions(outputs), both))
+        return deliver_result(seen.result, outputs, containers)
+
+    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+        """Run the forward with a graph, and return the results without it. The weights are on the device.
+
+        Raises ConfigError for changed weights, and for buffers with a graph.
+        """
+        streams = self.runner.slots.streams
+        self.written_addresses[:] = [address for address in self.written_addresses if not streams(address)]
+        num_writes = self._num_writes(seen.weights)
+        seen.run(self.runner, forward, made)
+        if self._num_writes(seen.weights) != num_writes:
+            refuse_writes(seen.unit)
+        self._note_idle_writes(seen.unit)
+        self._refuse_buffers_with_graphs(seen.unit)
+        return self._detach_outputs(seen)
+
+    def _detach_outputs(self, seen: Observed) -> list[torch.Tensor]:
+        """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
+        own = {id(t): original for t, original in zip(seen.inputs, seen.arguments.tensors, strict=True)}
+        outputs = []
+        for tensor in seen.result.tensors:
+            if id(tensor) in own:
+                outputs.append(own[id(tensor)])
+                continue
+            border = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self._borders[id(border)] = (border, seen.unit.name)
+            outputs.append(border.clone())  # not a leaf: the caller may change it in place
+        return outputs
 
     def note_read(self, index: int) -> None:
         """Note a read of a parameter from outside of a use of the unit."""
         if index in self.streaming:
             self.outside_readers.add(self.streaming[index])
-
-    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
-        """Run a use as in a streamed forward. Return the results; empty if the forward needs a graph."""
-        try:
-            results = Trial(self.runner, unit, arguments).run(forward, arguments.tensors).results
-        except (RestartRecording, *ENGINE_ERRORS):
-            raise
-        except Exception:  # with a graph the model raises again, if this is an error of the model
-            if self.outside_readers:
-                raise
-            unit.traits.needs_graph = True
-            return []
-        return [self.runner.copy_from_slot(t) for t in results]
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.
@@ -206,35 +236,6 @@ class Recording:
             ]
             if leaves:
                 torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
-
-    def _detach_outputs(
-        self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
-    ) -> list[torch.Tensor]:
-        """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
-        own = {id(t): original for t, original in zip(inputs, arguments.tensors, strict=True)}
-        outputs = []
-        for tensor in result.tensors:
-            if id(tensor) in own:
-                outputs.append(own[id(tensor)])
-                continue
-            border = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            self._borders[id(border)] = (border, unit.name)
-            outputs.append(border.clone())  # not a leaf: the caller may change it in place
-        return outputs
-
-    def _reads_weights(self, unit: Unit, result: Arguments, leaves: Sequence[torch.Tensor]) -> bool:
-        """True if a backward reads unit weights.
-
-        Measured by a trial backward, because a checkpoint may read weights without saving any.
-        """
-        roots, inputs = ([t for t in tensors if t.requires_grad] for tensors in (result.tensors, leaves))
-        if not roots or not inputs:
-            return True
-        torch.clear_autocast_cache()  # a checkpoint inside autocast would use the casts of the forward
-        detector = _WeightReadDetector(self.runner)
-        with unit.installed(), detector:
-            torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
-        return detector.has_reads
 
     def _is_first(self, traits: UnitTraits) -> bool:
         """True for the first use of a variant in this pass."""
@@ -284,11 +285,11 @@ class Recording:
                     "earlier forwards. Assign a detached tensor (.detach(), or under torch.no_grad())."
                 )
 
-    def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
-        for i in mutated:
-            if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
+    def _refuse_views(self, seen: Observed) -> None:
+        for tensor in (seen.arguments.tensors[i] for i in seen.mutated):
+            if tensor._is_view() and tensor.requires_grad:
                 raise ConfigError(
-                    f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and the "
+                    f"unit {seen.unit.name} changes an input of shape {tuple(tensor.shape)} in place, and the "
                     "input is a view of another tensor: its gradient cannot be computed while the unit is offloaded. "
                     "Pass a copy (.clone()), or use an out-of-place operation."
                 )
@@ -305,6 +306,82 @@ class Recording:
                     "Return the tensor alone or in a tuple, dict or dataclass (without slots), put it into a list or "
                     "dict among the unit's arguments, or turn off the code that collects it."
                 )
+
+
+class FirstPass(Recording):
+    """The first run: learns the graph of each use, and watches the contents of the weights."""
+
+    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int = 0) -> None:
+        super().__init__(units, runner, rows)
+        self._rows_to_learn = rows
+        self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in units if unit.resident]
+
+    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+        contents = _Contents(seen.weights)
+        outputs = super()._run(seen, forward, made)
+        if contents.has_changed(unversioned=True):
+            refuse_writes(seen.unit)
+        is_certain = seen.saved.num_bytes > 0 or seen.saved.has_weights or not seen.is_plain
+        seen.reads_weights = is_certain or self._reads_weights(seen)
+        return outputs
+
+    def _learn(self, seen: Observed) -> None:
+        detached = frozenset(i for i, t in enumerate(seen.result.tensors) if not t.requires_grad)
+        saves_buffers = seen.saved.has_numbers and seen.moved_buffers
+        keeps_nothing = seen.is_plain and not seen.mutated and not seen.saved.num_bytes and not saves_buffers
+        graph = GraphTraits(detached, keeps_nothing, seen.reads_weights or not keeps_nothing)
+        signature = seen.unit.gradient_signature(seen.arguments.tensors)
+        is_first = self._is_first(seen.traits)
+        seen.traits.learn_use(signature, graph, seen.mutated, seen.moved_buffers, is_first=is_first)
+
+    def _reads_weights(self, seen: Observed) -> bool:
+        """True if a backward reads unit weights.
+
+        Measured by a trial backward, because a checkpoint may read weights without saving any.
+        """
+        roots, inputs = ([t for t in tensors if t.requires_grad] for tensors in (seen.result.tensors, seen.own))
+        if not roots or not inputs:
+            return True
+        torch.clear_autocast_cache()  # a checkpoint inside autocast would use the casts of the forward
+        detector = _WeightReadDetector(self.runner)
+        with seen.unit.installed(), detector:
+            torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
+        return detector.has_reads
+
+
+class SecondPass(Recording):
+    """A later run: compares each use with a forward without a graph, and with the use on another number of rows."""
+
+    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int, before: Recording) -> None:
+        super().__init__(units, runner, rows)
+        self._before = before
+
+    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+        seen.results_without_graph = self._run_without_graph(seen, forward)
+        return super()._run(seen, forward, made)
+
+    def _learn(self, seen: Observed) -> None:
+        if not seen.mutated and not all(map(same_bits, seen.result.tensors, seen.results_without_graph)):
+            seen.traits.needs_graph = True
+        if self.rows == self._before.rows:
+            return  # a call in the caller's own loop: no second row count
+        uses, before = self.uses[seen.unit.name], self._before.uses.get(seen.unit.name, [])
+        use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
+        rows, is_first = (self._before.rows, self.rows), self._is_first(seen.traits)
+        seen.traits.learn_rows(use_before, uses[-1], rows, is_first=is_first)
+
+    def _run_without_graph(self, seen: Observed, forward: Forward) -> list[torch.Tensor]:
+        """Run a use as in a streamed forward. Return the results; empty if the forward needs a graph."""
+        try:
+            results = Trial(self.runner, seen.unit, seen.arguments).run(forward, seen.arguments.tensors).results
+        except (RestartRecording, *ENGINE_ERRORS):
+            raise
+        except Exception:  # with a graph the model raises again, if this is an error of the model
+            if self.outside_readers:
+                raise
+            seen.traits.needs_graph = True
+            return []
+        return [self.runner.copy_from_slot(t) for t in results]
 
 
 class UseDetector(WatchingMode):

@@ -38,12 +38,14 @@ from offload.engine.loss.loss import (
 )
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
-from offload.engine.recording.recording import Recording, UseDetector
+from offload.engine.recording.recording import FirstPass, Recording, SecondPass, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.runner import UnitRunner
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.trial import ENGINE_ERRORS
+from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 
@@ -386,7 +388,7 @@ class TrialRuns:
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
-        before: Recording | None = None
+        begin: Callable[..., Recording] = FirstPass
         state = self._state
         for rows, run in runs:
 
@@ -394,9 +396,10 @@ class TrialRuns:
                 with isolated(state, self._roots), state.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
 
-            before = self._run_until_settled(record, rows, before)
+            recording = self._run_until_settled(record, partial(begin, rows=rows))
             if self._is_training:
-                before.refuse_writes()
+                recording.refuse_writes()
+            begin = partial(SecondPass, before=recording)
         state.runner.stages.check()
         self.known.update_modes()
         self.forget_traffic()
@@ -408,11 +411,11 @@ class TrialRuns:
         self._state.counters.clear()
 
     def _run_until_settled(
-        self, run: Callable[[Recording], object], rows: int = 0, before: Recording | None = None
+        self, run: Callable[[Recording], object], begin: Callable[[Sequence[Unit], UnitRunner], Recording] = FirstPass
     ) -> Recording:
         """Return the recording of a run. Repeat with more resident units until no unit is read from outside."""
         while True:
-            recording = Recording(self._state.units, self._state.runner, rows, before)
+            recording = begin(self._state.units, self._state.runner)
             try:
                 with self._state.ownership.watched(recording.note_read), UseDetector(recording):
                     run(recording)
