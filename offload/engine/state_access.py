@@ -13,7 +13,8 @@ import xxhash
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import copy_missing_files
 from offload.distributed.outcomes import share_failure
-from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
+from offload.engine.checkpoint_load import StateLoader, check_contents
+from offload.engine.checkpoint_save import PendingCheckpoint
 from offload.engine.exporting import DerivedModel, export_model
 from offload.engine.figures import Figures
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
@@ -346,7 +347,8 @@ class StateAccess(Figures):
             with share_failure(self.comm, "opening of the checkpoint"):
                 reader = opened.enter_context(Reader(self.comm.folder_of(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
-            copy_missing_files(self.comm, reader, reader.files_of(spans_to_read(self._state, reader, anew=anew)))
+            loader = StateLoader(self._state, reader, anew=anew)
+            copy_missing_files(self.comm, reader, reader.files_of(loader.spans()))
             if anew and self.comm.rank == 0:
                 warn(f"{path} has states of another update rule: the optimizer states are reset.")
             self._recovery.torn = f"{path} was only partly read"
@@ -354,7 +356,7 @@ class StateAccess(Figures):
             self._state.store.forgive()
             self._state.lanes.forget_failures()
             with share_failure(self.comm, "reading of the checkpoint"):
-                decided, meta = load_states(self._state, reader, anew=anew)
+                decided, meta = loader.load()
                 self._state.lanes.drain_updates()  # a failed disk write fails the load
             self._state.runner.weights_changed()
             self._state.slots.compute_after_resident()

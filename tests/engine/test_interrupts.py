@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
 from offload import Engine
-from offload.engine import checkpoints
+from offload.engine import checkpoint_save
 from offload.errors import TornError
 from tests.engine.compare import own_step_of, same_bits, weights
 from tests.engine.families import build
@@ -128,10 +128,10 @@ def test_an_interrupted_save_leaves_no_folder(
         signal.raise_signal(signal.SIGINT)
         write(*what)
 
-    engine, write = Engine(build(lambda: Stack(depth=2))), checkpoints._write
+    engine, write = Engine(build(lambda: Stack(depth=2))), checkpoint_save._write_states
     step(engine)
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(checkpoints, "_write", interrupted)
+    monkeypatch.setattr(checkpoint_save, "_write_states", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(engine, tmp_path / "run/saved")
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
 from offload.distributed.comm import Comm
-from offload.engine.checkpoints import PendingCheckpoint
+from offload.engine.checkpoint_save import PendingCheckpoint
 from offload.engine.units import offloaded_graph
 from offload.errors import (
     CheckpointError,

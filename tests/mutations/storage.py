@@ -13,7 +13,7 @@ import torch
 
 from offload.checkpoint import reader, writer
 from offload.checkpoint.reader import Reader
-from offload.engine import state_access
+from offload.engine.checkpoint_load import StateLoader
 from offload.tiers.nvme import Stripes
 from tests.mutations import mutation
 
@@ -103,39 +103,39 @@ def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = state_access.load_states
+    load = StateLoader.load
 
-    def without(engine: Any, *how: Any, **more: Any) -> Any:
-        found = load_states(engine, *how, **more)
-        for state in engine.store.states.values():
+    def without(self: StateLoader) -> Any:
+        found = load(self)
+        for state in self._engine.store.states.values():
             state.steps[:] = [0] * len(state.steps)
         return found
 
-    patch.setattr(state_access, "load_states", without)
+    patch.setattr(StateLoader, "load", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = state_access.load_states
+    load = StateLoader.load
 
-    def without(engine: Any, *how: Any, **more: Any) -> Any:
-        before = engine.device.random_state()
-        found = load_states(engine, *how, **more)
-        engine.device.set_random_state(before)
+    def without(self: StateLoader) -> Any:
+        before = self._engine.device.random_state()
+        found = load(self)
+        self._engine.device.set_random_state(before)
         return found
 
-    patch.setattr(state_access, "load_states", without)
+    patch.setattr(StateLoader, "load", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """The step number seeds random numbers in micro-batches and units."""
-    load_states = state_access.load_states
+    load = StateLoader.load
 
-    def without(engine: Any, *how: Any, **more: Any) -> Any:
-        before = engine.runner.step_number
-        found = load_states(engine, *how, **more)
-        engine.runner.step_number = before
+    def without(self: StateLoader) -> Any:
+        before = self._engine.runner.step_number
+        found = load(self)
+        self._engine.runner.step_number = before
         return found
 
-    patch.setattr(state_access, "load_states", without)
+    patch.setattr(StateLoader, "load", without)

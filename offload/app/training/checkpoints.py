@@ -16,7 +16,7 @@ from offload.app.training.progress import RunProgress
 from offload.app.training.run_folder import LONG_BYTES, RunFolder
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
-from offload.engine.checkpoints import PendingCheckpoint
+from offload.engine.checkpoint_save import PendingCheckpoint
 from offload.engine.engine import Engine
 from offload.errors import DiskError, OffloadError, common, errno_text, format_bytes, is_common
 from offload.files.atomic_folder import remove
