@@ -5,7 +5,7 @@ A plane is a flat tensor over a region (`offload.layout.planes`). Each rank hold
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,10 +25,16 @@ from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
 
+# Groups of planes, each with its own memory.
+_TRAVELLING = "states"
+"""Planes that are copied to the device or from it: pinned."""
 _RESTING = "resting states"
 """Planes that are never copied: they need no pinned memory."""
 _STAYING = "states on the device"
 """Planes on the device, below a common tier on the host."""
+_UNPINNED = (_RESTING, "factors", "errors")
+_Sized = tuple[Region, Plane | Factor, int]
+"""An array to allocate: region, plane, bytes."""
 
 
 class Store:
@@ -88,36 +94,47 @@ class Store:
             self.collective_lane = lanes.collective_on_compute
             self.network_lane = lanes.network_on_compute
 
-        # Group by group: the planes to be pinned share one arena.
-        groups: dict[str, list[tuple[Region, Plane, int]]] = {"states": [], _RESTING: [], _STAYING: []}
-        for region in regions:
-            for plane in region.states:
-                place = self.residence.tier(region, plane)
-                size = self.sharding.plane_bytes(region, plane)
-                name = "states" if self.residence.travels(region, plane) else _RESTING
-                if place in (DEVICE, HOST):  # the others are records
-                    group = name if place == tier else _STAYING
-                    groups[group].append((region, plane, size))
-        memory: dict[tuple[Region, str], torch.Tensor] = {}
-        for name, planes in groups.items():
-            memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
-        self.states: dict[Region, RegionState] = {}
-        for region in regions:
-            in_memory = {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory}
-            others = {rank: self._tiles(region, in_memory, rank) for rank in self.sharding.partners}
-            tiles = others.pop(self.sharding.owner)
-            stays = frozenset(self.residence.planes_on(DEVICE, region))
-            self.states[region] = RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays)
-
+        # Arrays in memory, and the tiles over them.
+        memory = self._take_planes(regions)
+        self.states = {region: self._state_of(region, memory) for region in regions}
         comms = self.comm, self.within, self.between
         self.values = Values(self.states.values(), infos, self.sharding, *comms, lanes, device)
-        small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
-        small = [each for each in small if each[2]]
-        for (region, name), flat in self._take("factors", small, tier).items() if small else ():
+        factors = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
+        present = [each for each in factors if each[2]]
+        for (region, name), flat in self._take("factors", present, tier).items():
             self.states[region].factors[name] = flat
         errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
-        for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
+        for (region, _), flat in self._take("errors", errors, tier).items():
             self.states[region].error = flat
+
+    def _take_planes(self, regions: Sequence[Region]) -> dict[tuple[Region, str], torch.Tensor]:
+        """Allocate all planes in memory, group by group."""
+        groups: dict[str, list[_Sized]] = {_TRAVELLING: [], _RESTING: [], _STAYING: []}
+        for region in regions:
+            for plane in region.states:
+                if group := self._group_of(region, plane):
+                    groups[group].append((region, plane, self.sharding.plane_bytes(region, plane)))
+        common = self.residence.common
+        tiers = {_TRAVELLING: common, _RESTING: common, _STAYING: DEVICE}
+        taken = (self._take(group, planes, tiers[group]) for group, planes in groups.items())
+        return {place: flat for arrays in taken for place, flat in arrays.items()}
+
+    def _group_of(self, region: Region, plane: Plane) -> str:
+        """Return the group of a plane; empty for a plane in records, on disk or in model files."""
+        tier = self.residence.tier(region, plane)
+        if tier not in (DEVICE, HOST):
+            return ""
+        if tier != self.residence.common:
+            return _STAYING
+        return _TRAVELLING if self.residence.travels(region, plane) else _RESTING
+
+    def _state_of(self, region: Region, memory: Mapping[tuple[Region, str], torch.Tensor]) -> RegionState:
+        """Return the state of a region before the first update."""
+        planes = {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory}
+        tiles = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
+        own = tiles.pop(self.sharding.owner)
+        stays = frozenset(self.residence.planes_on(DEVICE, region))
+        return RegionState(region, planes, own, tiles, steps=[0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""
@@ -178,23 +195,24 @@ class Store:
         self._host.reserve(name, num_bytes)
         return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
-    def _take(
-        self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
-    ) -> dict[tuple[Region, str], torch.Tensor]:
+    def _take(self, name: str, sized: Sequence[_Sized], tier: str) -> dict[tuple[Region, str], torch.Tensor]:
         """Allocate arrays: one arena on the host, separate allocations on the device."""
+        if not sized:
+            return {}
         if tier == DEVICE:
             return {
                 (region, plane.name): self.device.allocate(plane.label, num_bytes).view(plane.dtype)
-                for region, plane, num_bytes in planes
+                for region, plane, num_bytes in sized
             }
-        for _, plane, num_bytes in planes:
+        for _, plane, num_bytes in sized:
             self._host.reserve(plane.label, num_bytes)
         # Only copied planes: a driver that refuses one large arena would leave all of it unpinned.
-        pinning = None if name in (_RESTING, "factors", "errors") else self.device.pinning
-        arena = self._arenas[name] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
+        pinning = None if name in _UNPINNED else self.device.pinning
+        arena = Arena(sum(num_bytes for *_, num_bytes in sized), pinning)
+        self._arenas[name] = arena
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
-            for region, plane, num_bytes in planes
+            for region, plane, num_bytes in sized
         }
 
     @property
