@@ -10,19 +10,25 @@ import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
-from offload import plan
+from offload import Engine, plan
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.extras.plan.forecast import Forecaster
 from tests import forks
+from tests.engine.handmade import WIDTH, Block
 from tests.forks import MINUTES, ROOT
 from tests.integrations import test_examples
 
@@ -81,6 +87,42 @@ def test_a_changed_line_of_the_source_makes_its_quote_stale(tmp_path: Path) -> N
         assert MAKE["stale_quotes"](tmp_path), changed
     (tmp_path / "a.py").write_text(source.replace("def f", "def g"))
     assert MAKE["stale_quotes"](tmp_path) == ["docs/page.md: not (or no longer) in a.py::A.f: x = 1"]
+
+
+class TwoLayers(nn.Module):
+    """The model of the page "The loop, unrolled"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_the_unrolled_loop_has_the_calls_of_a_step_in_their_order() -> None:
+    """Break: exchange two lines of the page. Repeated calls, such as one for each gradient, have one line."""
+    page = (ROOT / "docs" / "concepts" / "the-loop.md").read_text()
+    told = re.findall(r"(?m)^([A-Z]\w+\.\w+) +([\w/]+\.py)", page)
+    made: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and (call := (code.co_qualname, code.co_filename.rpartition("/offload/")[2])) in told:
+            made.append(call)
+
+    batch = {"hidden": torch.randn(4, 6, WIDTH)}
+    with Engine(TwoLayers()) as engine:
+        for _ in range(3):
+            engine.step(batch, lambda outputs, _: outputs.square().mean())
+        sys.setprofile(note)
+        try:
+            engine.step(batch, lambda outputs, _: outputs.square().mean())
+        finally:
+            sys.setprofile(None)
+    assert [call for call, _ in groupby(made)] == told
 
 
 @pytest.fixture
