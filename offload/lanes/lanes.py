@@ -6,11 +6,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.lanes.threads import Link, ThreadLane
 from offload.lanes.ticket import Lane, Run, Ticket, Tickets, wait_until_done
-from offload.lanes.timeline import LANES, LaneTime, Span, Throttle, Timeline
+from offload.lanes.timeline import DISK_LANES, LANES, LaneTime, Span, Throttle, Timeline
 
 
 class InlineLane(Lane):
@@ -56,28 +56,78 @@ class ComputeLane(InlineLane):
         return Ticket(self.name, end=time.perf_counter(), is_done=True)
 
 
+_READS = "reads"
+_CHANGES = "changes"
+
+
+class LaneRow(NamedTuple):
+    """A lane in the table of lanes."""
+
+    name: str
+    """Attribute of `Lanes`."""
+    link: str
+    """Link of the transfers. Lanes with a common link do not wait for each other's tickets."""
+    on_cpu: str = ""
+    """Lane with this work if compute is the CPU. Empty: a lane of its own."""
+    inline: str = ""
+    """The same, if nothing overlaps compute."""
+    update: str = ""
+    """Part in an update: reads states, or changes them. An error in a lane that changes states is a failed update."""
+
+
+LANE_TABLE = (
+    LaneRow("fetch_read", "nvme_read"),
+    LaneRow("activation_read", "nvme_read"),
+    LaneRow("h2d", "h2d"),
+    LaneRow("returning", "h2d", on_cpu="h2d", inline="h2d"),
+    LaneRow("d2h", "d2h"),
+    LaneRow("collective", "collective"),
+    LaneRow("network", "network"),
+    LaneRow("decoding", "h2d", on_cpu="h2d", inline="h2d"),
+    LaneRow("activation_write", "nvme_write"),
+    LaneRow("update_read", "nvme_read", update=_READS),
+    LaneRow("update_up", "h2d", inline="h2d", update=_READS),
+    LaneRow("update", "update", update=_CHANGES),
+    LaneRow("update_on_device", "update", on_cpu="update", inline="update", update=_CHANGES),
+    LaneRow("update_down", "d2h", inline="d2h", update=_CHANGES),
+    LaneRow("update_write", "nvme_write", update=_CHANGES),
+)
+"""All lanes, ordered along the path of a failure. A row comes after the rows of the lanes that it names."""
+
+
 class Lanes:
     """All lanes beside compute. Compute is the calling thread.
-
-    - `h2d`, `d2h`, `update`: one link each.
-    - `returning`: H2D copies of activations, over the h2d link. They pass weight fetches still waiting for slots. (On a
-      CPU: h2d, with `overtakes`.)
-    - `decoding`: decodes quantized weights on the device, beside the next copy. (On a CPU: h2d.)
-    - `update_up`, `update_on_device`, `update_down`: device updates of offloaded states, over the links h2d, update and
-      d2h. In a common lane, weight fetches and D2H copies of gradients and activations would wait for the updates of
-      the whole model. (On a CPU `update_on_device` is `update`; without overlap, `update_up` is h2d and `update_down`
-      is d2h.)
-    - `collective`: exchanges offloaded data with other ranks. All ranks submit in the same order.
-    - `network`: all-reduce over replicas for gradients in host memory, beside all other lanes.
-    - `fetch_read`, `update_read`, `activation_read` over the link `nvme_read`, and `update_write`, `activation_write`
-      over `nvme_write`: disk I/O. Lanes with a common link do not wait for each other's tickets.
-    - `on_compute`: work on compute for states on the device. `collective_on_compute` exchanges these states with
-      other ranks, `network_on_compute` reduces their gradients over replicas.
 
     `overlap` is False where h2d, d2h, collective, network and update run inside compute: on a CPU without throttles, a
     second busy thread costs more time than it hides. Disk lanes always have threads, because they block in C++. A
     thread starts with the first submission.
     """
+
+    h2d: Lane
+    """Weights to the device."""
+    returning: Lane
+    """H2D copies of activations. They pass weight fetches still waiting for slots. On a CPU h2d lets them pass."""
+    decoding: Lane
+    """Decodes quantized weights on the device, beside the next copy."""
+    d2h: Lane
+    """Gradients and activations to the host."""
+    collective: Lane
+    """Exchanges offloaded data with other ranks. All ranks submit in the same order."""
+    network: Lane
+    """All-reduce over replicas for gradients in host memory, beside all other lanes."""
+    update: Lane
+    """Updates on the host."""
+    # Device updates of offloaded states. In a common lane, weight fetches and D2H copies of gradients and activations
+    # would wait for the updates of the whole model.
+    update_up: Lane
+    update_on_device: Lane
+    update_down: Lane
+    # Disk lanes. Each reader has a lane of its own, so a fetch does not wait behind an update.
+    fetch_read: Lane
+    update_read: Lane
+    activation_read: Lane
+    update_write: Lane
+    activation_write: Lane
 
     def __init__(
         self,
@@ -98,54 +148,32 @@ class Lanes:
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
 
-        # Weights to the device, gradients and activations to the host, exchanges with other ranks.
-        self.h2d = self._open("h2d")
-        self.d2h = self._open("d2h")
-        self.collective = self._open("collective")
-        self.network = self._open("network")
-        self.update = self._open("update")
-        self.returning = self._open_returning()
-        self.decoding = self._open_decoding()
-
-        # Disk lanes. Each reader has a lane of its own, so a fetch does not wait behind an update.
-        self.fetch_read = self._thread("fetch_read", "nvme_read")
-        self.update_read = self._thread("update_read", "nvme_read")
-        self.activation_read = self._thread("activation_read", "nvme_read")
-        self.update_write = self._thread("update_write", "nvme_write")
-        self.activation_write = self._thread("activation_write", "nvme_write")
+        opened: dict[LaneRow, Lane] = {}
+        for row in LANE_TABLE:
+            opened[row] = self._open(row)
+            setattr(self, row.name, opened[row])
+        # Some names share a lane on a CPU, hence the dicts.
+        self._all = tuple(dict.fromkeys(opened.values()))
+        self._updating = tuple(dict.fromkeys(lane for row, lane in opened.items() if row.update))
+        self._changing = tuple(dict.fromkeys(lane for row, lane in opened.items() if row.update == _CHANGES))
+        self._closed_at = dict.fromkeys(self._all, 0)
+        """Position of each lane at the end of the last finished step, for `give_up`."""
 
         # States on the device: work in the order of compute, so without a thread.
         self.on_compute: Lane = ComputeLane("compute", self)
         self.collective_on_compute: Lane = ComputeLane("compute", self)
+        """Exchanges states on the device with other ranks."""
         self.network_on_compute: Lane = ComputeLane("compute", self)
-        update_up, update_on_device, update_down = self._open_device_updates()
-        self.update_up = update_up
-        self.update_on_device = update_on_device
-        self.update_down = update_down
+        """Reduces gradients on the device over replicas."""
 
-        self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
-        """Lanes with writes to states: an error in one of them is a failed update."""
-        # Ordered along the path of a failure. Some names share a lane on a CPU, hence the dict.
-        self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))
-        copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h)
-        exchanging = self.collective, self.network
-        self._all = tuple(dict.fromkeys((*copying, *exchanging, self.decoding, self.activation_write, *self._updating)))
-        self._closed_at = dict.fromkeys(self._all, 0)
-        """Position of each lane at the end of the last finished step, for `give_up`."""
-
-    def _open(self, name: str) -> Lane:
-        return self._thread(name, name) if self.overlap else self._inline(name)
-
-    def _open_returning(self) -> Lane:
-        return self.h2d
-
-    def _open_decoding(self) -> Lane:
-        return self.h2d
-
-    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
-        if not self.overlap:
-            return self.h2d, self.update, self.d2h
-        return self._thread("update_up", "h2d"), self.update, self._thread("update_down", "d2h")
+    def _open(self, row: LaneRow) -> Lane:
+        """Open a lane, or return the lane with its work."""
+        shared = row.on_cpu if self.overlap else row.inline
+        if shared:
+            lane: Lane = getattr(self, shared)
+            return lane
+        has_thread = self.overlap or row.link in DISK_LANES
+        return self._thread(row.name, row.link) if has_thread else self._inline(row.name)
 
     def _thread(self, name: str, link: str) -> Lane:
         abort = self.abort if name in ("collective", "network") else None  # only there other ranks wait

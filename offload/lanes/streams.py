@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lanes import Lanes
+from offload.lanes.lanes import LaneRow, Lanes
 from offload.lanes.threads import ThreadLane, Work
 from offload.lanes.ticket import Lane, Ticket
-from offload.lanes.timeline import LaneTime, Span, Throttle
+from offload.lanes.timeline import DISK_LANES, LaneTime, Span, Throttle
 
 Abort = Callable[[BaseException], None] | None
 _MOST_SPANS = 1 << 13
@@ -127,21 +127,12 @@ class StreamLanes(Lanes):
         """End of the last span on the timeline, by lane."""
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
 
-    def _open(self, name: str) -> Lane:
-        return super()._open(name) if name in ("network", "update") else StreamLane(name, self, name)
-
-    def _open_returning(self) -> Lane:
-        # A separate stream: a fetch enters the h2d stream as soon as the earlier work on the slot is in a stream, and
-        # all copies behind the fetch wait for this work.
-        return StreamLane("returning", self, "h2d")
-
-    def _open_decoding(self) -> Lane:
-        return StreamLane("decoding", self, "h2d")
-
-    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
-        links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}
-        h2d, update, d2h = (StreamLane(name, self, link) for name, link in links.items())
-        return h2d, update, d2h
+    def _open(self, row: LaneRow) -> Lane:
+        if row.name in ("network", "update") or row.link in DISK_LANES:
+            return super()._open(row)
+        # Each copy lane has a stream. On a common one, a fetch enters as soon as the earlier work on the slot is in a
+        # stream, and all copies behind the fetch, such as returning activations, wait for this work.
+        return StreamLane(row.name, self, row.link)
 
     def enter(self) -> None:
         self.accelerator.enter()

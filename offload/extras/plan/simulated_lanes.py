@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from offload.lanes.lanes import Lanes
+from offload.lanes.lanes import LaneRow, Lanes
 from offload.lanes.ticket import Lane, Run, Ticket, Tickets
 from offload.lanes.timeline import LANES
 
@@ -201,8 +201,15 @@ class SimulatedLanes(Lanes):
     def _inline(self, name: str) -> Lane:
         return _WorkByCompute(name, self, self._seconds.get(name, lambda _: 0.0))
 
-    def _open_returning(self) -> Lane:
-        return self._thread("returning", "h2d") if self._in_stream else self.h2d  # on a CPU h2d overtakes
+    def _open(self, row: LaneRow) -> Lane:
+        match row.name:
+            case "returning" if self._in_stream:
+                return self._thread(row.name, row.link)
+            case "decoding":
+                return self._open_decoding()
+            case "update_on_device":
+                return self._open_device_updates()
+        return super()._open(row)
 
     def _open_decoding(self) -> Lane:
         """Open the decoding lane. Device kernels run one at a time; on a CPU the h2d thread or compute decodes."""
@@ -211,15 +218,14 @@ class SimulatedLanes(Lanes):
         link = COMPUTE if self._in_stream else "h2d"
         return SimulatedLane(DECODING, self, link, self._seconds.get(DECODING, lambda _: 0.0))
 
-    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
-        h2d, _, d2h = super()._open_device_updates()
+    def _open_device_updates(self) -> Lane:
+        name = "update_on_device"
         if not self.overlap:
-            return h2d, self._inline("update_on_device"), d2h
-        name, seconds = "update_on_device", self._seconds
+            return self._inline(name)
         # Device updates do not share the host memory bandwidth, unless one throttle simulates both links.
-        if seconds.get(name) not in (None, seconds.get("update")):
+        if self._seconds.get(name) not in (None, self._seconds.get("update")):
             self._links[name] = _Link("update")
-        return h2d, self._thread(name, name if name in self._links else "update"), d2h
+        return self._thread(name, name if name in self._links else "update")
 
     def link(self, name: str) -> _Link:
         """Return the link `name`, shared by several lanes."""
