@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.native.moments import BLOCK
-from offload.native.run_time_kernels import Launch, RunTimeKernels, program
+from offload.native.run_time_kernels import Launch, Program, RunTimeKernels
 from offload.native.torch_fallback import Arguments, join, split
 
 _RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
@@ -44,8 +44,8 @@ class KernelVariant(NamedTuple):
     has_short_gradients: bool
 
     @property
-    def program(self) -> tuple[str, str, list[str]]:
-        """Source, C++ kernel name and compiler options."""
+    def program(self) -> Program:
+        """The program of this variant."""
         file, scalars, rules, of_rounded = _RULES[self.function]
         rule = rules[self.num_moments] if self.states == "fp32" else of_rounded
         master = "SplitMaster" if self.is_split else "WholeMaster"
@@ -54,7 +54,7 @@ class KernelVariant(NamedTuple):
             f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
         )
         source = f'#define OFFLOAD_KERNEL "{file}_kernel.inl"\n#include "device_update.inl"\n'
-        return program(source, f"update<{arguments}>")
+        return Program.of(source, f"update<{arguments}>")
 
 
 def update(function: str, states: str, arguments: Arguments, on_host: Callable[..., int | Tensor]) -> Tensor | None:
@@ -66,7 +66,7 @@ def update(function: str, states: str, arguments: Arguments, on_host: Callable[.
         return None
     variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
     find_difference = partial(_find_difference, master.device, variant, len(scalars), on_host)
-    launch = KERNELS.find(master.device, variant, lambda: variant.program, find_difference)
+    launch = KERNELS.find(master.device, variant.program, find_difference)
     return None if launch is None else _launch(launch, arguments)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,24 +19,40 @@ Launch = Callable[[int, Sequence[Any]], None]
 """Runs a kernel on the current stream: number of threads, arguments."""
 
 
-def program(source: str, name: str) -> tuple[str, str, list[str]]:
-    """Return (source, C++ kernel name, compiler options) for a kernel in the namespace `offload`."""
+class Program(NamedTuple):
+    """The program of one kernel."""
+
+    source: str
+    """C++ source."""
+    name: str
+    """C++ name of the kernel, with template arguments."""
+    options: tuple[str, ...]
+    """Compiler options."""
+
+    @classmethod
+    def of(cls, source: str, name: str) -> Program:
+        """Return the program of a kernel in the namespace `offload`, with the files in `csrc/` to include."""
+        return cls(source, f"offload::{name}", _options())
+
+
+@cache
+def _options() -> tuple[str, ...]:
     assert core is not None
     assert core.__file__ is not None
     folder = Path(core.__file__).with_name("csrc")
-    return source, f"offload::{name}", ["-std=c++17", f"-I{folder}"]
+    return "-std=c++17", f"-I{folder}"
 
 
 class RunTimeKernels:
-    """Kernels for one task, by device and key. After a failure a device has none of them, with one warning.
+    """Kernels for one task, by device and program. After a failure a device has none of them, with one warning.
 
     text: the warning, with places for {device} and {reason}.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._found: dict[tuple[torch.device, Hashable], Launch | None] = {}
-        """Kernels by device and key, compiled once: a compilation takes a tenth of a second and more."""
+        self._found: dict[tuple[torch.device, Program], Launch | None] = {}
+        """Kernels by device and program, compiled once: a compilation takes a tenth of a second and more."""
         self.refused: dict[torch.device, str] = {}
         """Devices without kernels, with the reason."""
 
@@ -44,29 +60,18 @@ class RunTimeKernels:
         """False if no kernel exists. Sources are installed only together with the C++ kernels."""
         return core is not None and device not in self.refused
 
-    def find(
-        self,
-        device: torch.device,
-        key: Hashable,
-        program_of: Callable[[], tuple[str, str, list[str]]],
-        find_difference: Callable[[Launch], str],
-    ) -> Launch | None:
-        """Return a kernel, compiled and verified at the first call with this key, or None.
+    def find(self, device: torch.device, program: Program, find_difference: Callable[[Launch], str]) -> Launch | None:
+        """Return a kernel, compiled and verified at the first call with this program, or None.
 
         find_difference: runs the kernel on test data and returns a text about wrong results, empty without any.
         """
-        if (device, key) not in self._found:
-            self._found[device, key] = self._open(device, program_of, find_difference)
-        return None if device in self.refused else self._found[device, key]
+        if (device, program) not in self._found:
+            self._found[device, program] = self._open(device, program, find_difference)
+        return None if device in self.refused else self._found[device, program]
 
-    def _open(
-        self,
-        device: torch.device,
-        program_of: Callable[[], tuple[str, str, list[str]]],
-        find_difference: Callable[[Launch], str],
-    ) -> Launch | None:
+    def _open(self, device: torch.device, program: Program, find_difference: Callable[[Launch], str]) -> Launch | None:
         try:
-            kernel = open_accelerator(device).compile_kernel(*program_of())
+            kernel = open_accelerator(device).compile_kernel(*program)
             if kernel is None:
                 return None
             launch = partial(_launch, device, kernel)

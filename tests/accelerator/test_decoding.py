@@ -14,6 +14,7 @@ from offload.extras.quant.file_codecs import BitsandbytesNf4Codec
 from offload.layout import codecs
 from offload.layout.codecs import QuantizedCodec
 from offload.native import kernels
+from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
 
 pytestmark = [
@@ -124,9 +125,9 @@ def test_launches_hardly_grow_with_the_weights(
     [("#error refused", "refused"), ("#define __fmul_rn(a, b) ((a) * (b) * 1.0000001f)", "other weights")],
 )
 def test_a_kernel_that_is_refused_or_wrong_is_not_used(line: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def edited(*given: Any, program: Any = device_kernels.program) -> tuple[str, str, list[str]]:
-        source, name, options = program(*given)
-        return f"{line}\n{source}", name, options
+    def edited(*given: Any, program: Any = device_kernels.program) -> Program:
+        found: Program = program(*given)
+        return found._replace(source=f"{line}\n{found.source}")
 
     monkeypatch.setattr(device_kernels, "program", edited)
     records = records_of(NF4, 3)

@@ -12,6 +12,7 @@ from offload import Engine
 from offload.extras.quant import casts, products
 from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.native import kernels
+from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, tokens
@@ -134,9 +135,9 @@ def test_other_matrices_are_cast_by_operations(sim: Control) -> None:
 def test_a_kernel_that_is_refused_or_wrong_is_not_used(
     line: str, why: str, by_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def edited(*given: Any, program: Any = casts.program) -> tuple[str, str, list[str]]:
-        source, name, options = program(*given)
-        return f"{line}\n{source}", name, options
+    def edited(*given: Any, program: Any = casts.program) -> Program:
+        found: Program = program(*given)
+        return found._replace(source=f"{line}\n{found.source}")
 
     monkeypatch.setattr(casts, "program", edited)
     matrix = every_number(torch.bfloat16)

@@ -17,6 +17,7 @@ from offload.accelerators import compiled_image
 from offload.extras.quant import casts, device_kernels
 from offload.native import kernels
 from offload.native.device_update import KernelVariant
+from offload.native.run_time_kernels import Program
 
 pytestmark = pytest.mark.skipif(
     not kernels.is_native(), reason="the C++ kernels were not built, nor is their source there"
@@ -48,11 +49,12 @@ def nvrtc() -> Any:
     return ctypes.CDLL(str(libraries[0]))
 
 
-def assembled(source: str, name: str, options: list[str], architecture: str) -> tuple[str, str]:
+def assembled(program: Program, architecture: str) -> tuple[str, str]:
     """Compile a kernel, and check for spilled registers and approximations. Return (PTX, lowered name)."""
-    library, options = nvrtc(), [f"--gpu-architecture={architecture}", "-default-device", *options]
-    assert len(compiled_image(library, source, name, options)[0]) > 1000
-    text, lowered = compiled_image(library, source, name, options, "PTX")
+    library = nvrtc()
+    program = program._replace(options=(f"--gpu-architecture={architecture}", "-default-device", *program.options))
+    assert len(compiled_image(library, *program)[0]) > 1000
+    text, lowered = compiled_image(library, *program, "PTX")
     ptx = text.decode()
     assert "__local_depot" not in ptx, "all of it stays in registers"
     assert not re.search(r"\.ftz|\.approx|\bdiv\.full|\bfma\.(?!rn)|\bfma\.\w+\.f64", ptx)
@@ -64,8 +66,8 @@ def assembled(source: str, name: str, options: list[str], architecture: str) -> 
 def test_every_operation_is_rounded_by_itself(function: str, states: str, num_moments: int, architecture: str) -> None:
     for is_split in (False, True):
         for is_short in (False, True):
-            source, name, options = KernelVariant(function, states, num_moments, is_split, is_short).program
-            ptx, lowered = assembled(source, name, options, architecture)
+            variant = KernelVariant(function, states, num_moments, is_split, is_short)
+            ptx, lowered = assembled(variant.program, architecture)
             assert f".entry {lowered}(" in ptx
             found = Counter(re.findall(r"\b(mul|fma|div|add|sub|sqrt)\.rn\.f32", ptx))
             wanted = {name: UNROLLED * number for name, number in PER_ELEMENT[function, states, num_moments].items()}
@@ -81,7 +83,7 @@ def test_every_operation_is_rounded_by_itself(function: str, states: str, num_mo
 @pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
 def test_decoding_stores_whole_lines_and_rounds_each_product(codec: str, architecture: str) -> None:
     for dtype, num_lines in ((torch.bfloat16, 1), (torch.float32, 2)):
-        ptx, _ = assembled(*device_kernels.program(codec, dtype), architecture)
+        ptx, _ = assembled(device_kernels.program(codec, dtype), architecture)
         assert "fma." not in ptx
         assert len(re.findall(r"\bmul\.rn\.f32", ptx)) == 8 + (codec == "nf4")
         assert len(re.findall(r"\bst\.global\.v4\.[fub]32", ptx)) == num_lines
@@ -94,7 +96,7 @@ def test_decoding_stores_whole_lines_and_rounds_each_product(codec: str, archite
 def test_casts_move_whole_lines_and_round_each_quotient(format_: torch.dtype, by_row: bool, architecture: str) -> None:
     for dtype, num_lines in ((torch.bfloat16, 1), (torch.float32, 2)):
         for kernel in ("cast_rows", "find_amax_of_rows"):
-            ptx, _ = assembled(*casts.program(kernel, dtype, format_, by_row), architecture)
+            ptx, _ = assembled(casts.program(kernel, dtype, format_, by_row), architecture)
             casts_rows, finds_amax = kernel == "cast_rows", kernel != "cast_rows" or by_row
             assert "fma." not in ptx
             assert len(re.findall(r"\bdiv\.rn\.f32", ptx)) == 9 * casts_rows

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.native.run_time_kernels import THREADS, Launch, RunTimeKernels
-from offload.native.run_time_kernels import program as kernel_program
+from offload.native.run_time_kernels import THREADS, Launch, Program, RunTimeKernels
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 LEAST_AMAX = 1e-12
@@ -73,10 +72,10 @@ _Launches = tuple[Launch, Launch | None]
 """The cast, and the largest absolute values of rows for a matrix with one scale."""
 
 
-def program(name: str, matrix_dtype: torch.dtype, dtype: torch.dtype, by_row: bool) -> tuple[str, str, list[str]]:
-    """Return (source, C++ kernel name, compiler options) for the kernel `cast_rows` or `find_amax_of_rows`."""
+def program(name: str, matrix_dtype: torch.dtype, dtype: torch.dtype, by_row: bool) -> Program:
+    """Return the program of the kernel `cast_rows` or `find_amax_of_rows`."""
     values = f", {_MANTISSA_BITS[dtype]}, {str(by_row).lower()}" if name == "cast_rows" else ""
-    return kernel_program('#include "device_fp8.inl"\n', f"{name}<{_ELEMENTS[matrix_dtype]}{values}>")
+    return Program.of('#include "device_fp8.inl"\n', f"{name}<{_ELEMENTS[matrix_dtype]}{values}>")
 
 
 def _can_run(matrix: Tensor) -> bool:
@@ -94,16 +93,14 @@ def _find_launches(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> _Launche
     if not by_row:
         amax_of_rows = KERNELS.find(
             matrix.device,
-            matrix.dtype,
-            partial(program, "find_amax_of_rows", *key),
+            program("find_amax_of_rows", *key),
             partial(_find_wrong_amax, matrix.device, matrix.dtype),
         )
         if amax_of_rows is None:
             return None
     cast = KERNELS.find(
         matrix.device,
-        key,
-        partial(program, "cast_rows", *key),
+        program("cast_rows", *key),
         lambda launch: _find_wrong_cast((launch, amax_of_rows), matrix.device, *key),
     )
     return None if cast is None else (cast, amax_of_rows)

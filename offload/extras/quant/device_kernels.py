@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.layout.codecs import QuantizedCodec
-from offload.native.run_time_kernels import Launch, RunTimeKernels
-from offload.native.run_time_kernels import program as kernel_program
+from offload.native.run_time_kernels import Launch, Program, RunTimeKernels
 
 _NAMES = {
     "int8": "decode_whole_on_device<8, {}>",
@@ -40,7 +39,7 @@ def decode(codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tenso
     launch = None
     for dtype in dict.fromkeys((torch.float32, out.dtype)):  # in bf16, rounding can hide a wrong product
         find_difference = partial(_find_difference, codec, out.device, dtype)
-        launch = KERNELS.find(out.device, (codec, dtype), partial(program, codec.name, dtype), find_difference)
+        launch = KERNELS.find(out.device, program(codec.name, dtype), find_difference)
         if launch is None:
             return False
     assert launch is not None
@@ -73,9 +72,9 @@ def _launch(launch: Launch, codec: QuantizedCodec, records: Tensor, out: Tensor,
     launch(-(-out.numel() // _EACH), arguments)
 
 
-def program(codec: str, dtype: torch.dtype) -> tuple[str, str, list[str]]:
-    """Return (source, C++ kernel name, compiler options)."""
-    return kernel_program('#include "device_codes.inl"\n', _NAMES[codec].format(_ELEMENTS[dtype]))
+def program(codec: str, dtype: torch.dtype) -> Program:
+    """Return the program that decodes records of a codec to `dtype`."""
+    return Program.of('#include "device_codes.inl"\n', _NAMES[codec].format(_ELEMENTS[dtype]))
 
 
 def _find_difference(codec: QuantizedCodec, device: torch.device, dtype: torch.dtype, launch: Launch) -> str:
