@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.app.config.at_resume import AT_RESUME, resumed
 from offload.app.config.command_line import parse_config
 from offload.app.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
 from offload.app.config.rules import RULE_SETTINGS
@@ -59,7 +60,7 @@ def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: 
     assert resolved.data.eval_share == 0.0, "there is something to evaluate on"
     (tmp_path / "run.yaml").write_text(resolved.to_yaml())
     assert Config.load(tmp_path / "run.yaml").data == resolved.data
-    assert resolved.resumed(json.loads(json.dumps(resolved.to_dict())), "there").data == resolved.data
+    assert resumed(resolved, json.loads(json.dumps(resolved.to_dict())), "there").data == resolved.data
     for wrong, words in (
         ("[{pth: a}]", "no key 'pth'.*did you mean path"),
         ("[{path: a, type: shargpt}]", "did you mean sharegpt"),
@@ -78,7 +79,7 @@ def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
     assert (config.data.eval_share, config.origin("data.eval_share")) == (0.25, "file")
     assert Config(data={"eval_fraction": 0.5}).data.eval_share == 0.5
     saved = {"data.eval_fraction": (0.125, "command line"), "train.steps": (3, "default")}  # from an older checkpoint
-    assert Config.load(None, {}).resumed(saved, "there").data.eval_share == 0.125
+    assert resumed(Config.load(None, {}), saved, "there").data.eval_share == 0.125
     parsed = parse_config(["--data.eval_fraction", "0.3"], prog="train", description="")
     assert (
         parsed.data.eval_share == parse_config(["--data.eval-fraction=0.3"], prog="t", description="").data.eval_share
@@ -103,7 +104,7 @@ def test_a_removed_setting_is_refused_with_a_replacement(
     path, origins = tmp_path / "run.yaml", {"train.steps": (3, "file")}
     path.write_text(f"{section}:\n  {name}: {str(off).lower()}\n")
     assert Config.load(path).to_dict() == Config(**{section: {name: off}}).to_dict() == Config.load().to_dict()
-    assert Config.load().resumed({**origins, key: (off, "default")}, "there").train.steps == 3
+    assert resumed(Config.load(), {**origins, key: (off, "default")}, "there").train.steps == 3
     path.write_text(f"{section}:\n  {name}: {str(on).lower()}\n")
     for refused in (
         lambda: Config.load(path),
@@ -114,10 +115,10 @@ def test_a_removed_setting_is_refused_with_a_replacement(
             refused()
     saved = {**origins, key: (on, "command line")}
     if RETIRED[key].resumes:
-        assert Config.load().resumed(saved, "there").train.steps == 3
+        assert resumed(Config.load(), saved, "there").train.steps == 3
     else:
         with pytest.raises(ConfigError, match=words):
-            Config.load().resumed(saved, "there")
+            resumed(Config.load(), saved, "there")
 
 
 def test_an_unknown_preset_gives_the_list_and_the_nearest() -> None:
@@ -265,6 +266,9 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
 
 
 class TestResumed:
+    def test_the_table_names_keys_and_sections(self) -> None:
+        assert set(AT_RESUME) <= {*all_keys(), *Config.SECTIONS}
+
     def test_what_nobody_set_is_as_it_was(self) -> None:
         was = Config.load(None, {"train.steps": 7, "data.source": ["a", "b"], "optimizer.betas": [0.8, 0.9]})
         was = was.resolve(has_accelerator=False, max_positions=None).with_resolved(
@@ -272,7 +276,7 @@ class TestResumed:
         )
         saved = json.loads(json.dumps(was.to_dict()))
         given = {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5, "data.num_workers": 3}
-        now = Config.load(None, given).resumed(saved, "there")
+        now = resumed(Config.load(None, given), saved, "there")
         assert now.changes == [
             "data.num_workers is 3 and was none",
             "train.log_every is 5 and was 10",
@@ -291,7 +295,7 @@ class TestResumed:
     def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
         saved = Config().resolve(has_accelerator=False, max_positions=None).to_dict()
         with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run of there"):
-            Config.load(None, {key: value}).resumed(saved, "there")
+            resumed(Config.load(None, {key: value}), saved, "there")
 
     def test_the_same_files_may_be_named_in_another_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Break: compare the names alone."""
@@ -301,21 +305,21 @@ class TestResumed:
         monkeypatch.chdir(tmp_path)
         was = Config.load(None, {"data.source": ["a.txt", "b.txt"]}).resolve(has_accelerator=False, max_positions=None)
         for names in ([str(tmp_path / "a.txt"), "./b.txt"], ["link.txt", "b.txt"]):
-            now = Config.load(None, {"data.source": names}).resumed(was.to_dict(), "there")
+            now = resumed(Config.load(None, {"data.source": names}), was.to_dict(), "there")
             assert now.data.source == tuple(names)
         for names in (["a.txt"], ["b.txt", "a.txt"]):
             with pytest.raises(ConfigError, match=r"data.source is .* and was"):
-                Config.load(None, {"data.source": names}).resumed(was.to_dict(), "there")
+                resumed(Config.load(None, {"data.source": names}), was.to_dict(), "there")
 
     def test_epochs_are_counted_anew(self) -> None:
         saved = Config(train={"epochs": 1}).with_resolved(train__steps=10).to_dict()
-        now = Config(train={"epochs": 3}).resumed(saved, "there").resolve_steps(lambda epochs: int(10 * epochs))
+        now = resumed(Config(train={"epochs": 3}), saved, "there").resolve_steps(lambda epochs: int(10 * epochs))
         assert now.train.steps == 30
 
     def test_the_same_again_is_no_change(self) -> None:
         given = {"data.source": ["a"], "train.precision": "fp32", "data.sequence_length": 64}
         saved = json.loads(json.dumps(Config.load(None, given).to_dict()))
-        again = Config.load(None, {**given, "train.precision": "auto"}).resumed(saved, "there")
+        again = resumed(Config.load(None, {**given, "train.precision": "auto"}), saved, "there")
         assert again.train.precision == "fp32"
         assert not again.changes
 
@@ -323,7 +327,7 @@ class TestResumed:
         given = {"train.clip": "auto", "optimizer.warmup_steps": 3, "run.dir": "here", "offload.prefetch": "auto"}
         was = Config.load(None, given).resolve(has_accelerator=False, max_positions=None)
         was = was.with_resolved(train__clip="deferred", optimizer__warmup_steps=12, offload__prefetch=3)
-        assert not Config.load(None, given).resumed(json.loads(json.dumps(was.to_dict())), "there").changes
+        assert not resumed(Config.load(None, given), json.loads(json.dumps(was.to_dict())), "there").changes
 
 
 @pytest.mark.parametrize(
@@ -462,22 +466,22 @@ MEZO = {"optimizer.name": "mezo", "train.precision": "bf16", "optimizer.master":
 def test_another_width_of_states_may_go_on_with_a_run_that_is_reset(was: dict[str, Any], key: str, value: str) -> None:
     before = Config.load(None, was).resolve(has_accelerator=False, max_positions=None)
     saved, given = before.to_dict(), {"optimizer.name": before.optimizer.name, key: value}
-    assert Config.load(None, {}).resumed(saved, "there").get(key) == was[key]
+    assert resumed(Config.load(None, {}), saved, "there").get(key) == was[key]
     with pytest.raises(ConfigError, match=rf"{key} is '{value}' and was '{was[key]}'.*--optimizer\.reset"):
-        Config.load(None, given).resumed(saved, "there")
-    config = Config.load(None, {**given, "optimizer.reset": True}).resumed(saved, "there")
+        resumed(Config.load(None, given), saved, "there")
+    config = resumed(Config.load(None, {**given, "optimizer.reset": True}), saved, "there")
     assert {name: config.get(name) for name in was} == {**was, key: value}, "the rest is as it was"
 
 
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:
     was = Config.load(None, {"optimizer.warmup_steps": 3}).resolve(has_accelerator=False, max_positions=None)
     with pytest.raises(ConfigError, match=r"optimizer\.name is 'lomo' and was 'adamw'"):
-        Config.load(None, {"optimizer.name": "lomo"}).resumed(was.to_dict(), "there")
-    config = Config.load(None, {"optimizer.name": "lomo", "optimizer.reset": True}).resumed(was.to_dict(), "there")
+        resumed(Config.load(None, {"optimizer.name": "lomo"}), was.to_dict(), "there")
+    config = resumed(Config.load(None, {"optimizer.name": "lomo", "optimizer.reset": True}), was.to_dict(), "there")
     config = config.resolve(has_accelerator=False, max_positions=None)
     assert config.optimizer.warmup_steps == 3
     assert (config.optimizer.lr, config.train.max_grad_norm) == (pytest.approx(0.4), None), "of its own, not AdamW's"
-    later = Config.load(None, {}).resumed(config.to_dict(), "there")
+    later = resumed(Config.load(None, {}), config.to_dict(), "there")
     assert (later.optimizer.name, later.optimizer.reset) == ("lomo", False)
 
 

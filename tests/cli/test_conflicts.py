@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from offload.app.config import conflicts
-from offload.app.config.config import _FIXED_KEYS, Config, _is_one_of
+from offload.app.config.at_resume import AtResume, at_resume
+from offload.app.config.config import Config
 from offload.app.config.options import read_command
 from offload.app.training.parts import make_settings
 from offload.conflicts import CONFLICTS, ENGINE_CONFLICTS, PLACEMENT
@@ -46,4 +47,5 @@ def test_a_remedy_works_at_a_resume() -> None:
     tables = (conflicts.DATA, conflicts.SOURCES, conflicts.RUN, PLACEMENT, *CONFLICTS.values())
     rows = [row for row in chain(*tables, *ENGINE_CONFLICTS.values()) if "leave" in row.fix]
     assert rows
-    assert {row.key for row in rows if not _is_one_of(row.key, _FIXED_KEYS)} == set()
+    fixed = (AtResume.FIXED, AtResume.STATE)
+    assert {row.key for row in rows if at_resume(row.key) not in fixed} == set()

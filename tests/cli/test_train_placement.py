@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from offload.app.config.at_resume import resumed
 from offload.app.config.config import Config
 from offload.app.training import build
 from offload.distributed.joining import open_comm
@@ -65,11 +66,11 @@ def test_a_placement_that_was_found_is_found_anew() -> None:
     was = Config(train={"steps": 4}).with_resolved(
         offload__parameters="cpu", offload__zero_stage=1, train__recompute="always", train__clip="deferred"
     )
-    later = Config().resumed(was.to_dict(), "there")
+    later = resumed(Config(), was.to_dict(), "there")
     assert (later.offload.parameters, later.offload.zero_stage, later.train.recompute) == ("auto", "auto", "auto")
     assert later.train.clip == "deferred"
     given = Config(offload={"parameters": "cpu", "zero_stage": 1})
-    later = Config().resumed(given.to_dict(), "there")
+    later = resumed(Config(), given.to_dict(), "there")
     assert (later.offload.parameters, later.offload.zero_stage) == ("cpu", 1)
 
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from offload.app.config.at_resume import resumed
 from offload.app.config.command_line import parse_config
 from offload.app.config.config import Config, all_keys
 from offload.errors import ConfigError
@@ -196,7 +197,7 @@ def _check_config(config: Config) -> None:
             raise Wrong(f"{where}, written down, it is refused: {error}") from error
         _compare(one, again, f"{where}, written down")
         json.dumps(one.to_dict())
-        _compare(one, one.resumed(json.loads(json.dumps(one.to_dict())), "here"), f"{where}, gone on with")
+        _compare(one, resumed(one, json.loads(json.dumps(one.to_dict())), "here"), f"{where}, gone on with")
 
 
 def _compare(one: Config, other: Config, how: str) -> None:

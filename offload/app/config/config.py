@@ -11,7 +11,6 @@ import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from glob import glob
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -44,31 +43,6 @@ BUILTIN_DEVICE_MEMORY = 9 * 2**20
 """Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
 budget bounds the allocator, and the allocator reserves more at once.)
 """
-_FIXED_KEYS = (
-    "data",
-    "lora",
-    "model.path",
-    "model.preset",
-    "train.method",
-    "train.beta",
-    "train.center_rewards_coefficient",
-    "train.batch_size",
-    "train.precision",
-    "train.matmul",
-    "optimizer.name",
-    "optimizer.states",
-    "optimizer.master",
-    "optimizer.freeze",
-    "run.seed",
-)
-"""Sections and keys fixed for a run: another value changes the data, the data order or the model."""
-_PROCESS_KEYS = (
-    "run.dir",
-    "run.name",
-    "run.debug",
-    "checkpoint.resume",
-    "optimizer.reset",
-)  # Never copied from an earlier process.
 _FILE_KEYS = (
     "run.dir",
     "run.name",
@@ -82,24 +56,6 @@ _FILE_KEYS = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_STATE_KEYS = ("optimizer.name", "optimizer.states", "optimizer.master")
-"""Keys free to change with `optimizer.reset`: the rule starts with new optimizer states."""
-_KEYS_OF_EVERY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
-"""Keys kept from the earlier run even when another update rule resumes the run."""
-_MACHINE_KEYS = (
-    *(f"offload.{state}" for state in ("parameters", "optimizer", "gradients", "activations", "graphs")),
-    "data.num_workers",
-    "offload.prefetch",
-    "offload.zero_stage",
-    "offload.replicas",
-    "offload.dispatch",
-    "train.recompute",
-    "train.sequence_parallel",
-    "optimizer.warmup_steps",
-)
-"""Keys derived from the machine or from the number of steps. A resumed run resolves them again if the earlier run had
-resolved them.
-"""
 _TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "dispatch", "throttle", "device", "update")
 """Fields in the offload section with no influence on the tier of any state."""
 
@@ -183,71 +139,27 @@ class Config(BaseModel):
 
     def with_resolved(self, **values: Any) -> Config:
         """Return a copy with values decided by the program. The arguments are named section__field."""
+        named = {name.replace("__", "."): value for name, value in values.items()}
+        return self.with_settings({key: (value, "resolved") for key, value in named.items() if self.get(key) != value})
+
+    def with_settings(self, settings: Mapping[str, tuple[Any, str]], changes: Iterable[str] = ()) -> Config:
+        """Return a copy with values and their origins, by key as in `to_dict`, and with further `changes`."""
         copy = self.model_copy(deep=True)
-        for name, value in values.items():
-            section, field = name.split("__")
-            if self.get(f"{section}.{field}") != value:
-                setattr(getattr(copy, section), field, value)
-                copy._origins[f"{section}.{field}"] = "resolved"
+        copy._changes.extend(changes)
+        for key, (value, origin) in settings.items():
+            section, field = key.split(".")
+            setattr(getattr(copy, section), field, value)
+            copy._origins[key] = origin
         return copy
 
     def to_dict(self) -> dict[str, tuple[Any, str]]:
-        """Return {key: (value, origin)} for all keys, ready for JSON and for `resumed`."""
+        """Return {key: (value, origin)} for all keys, ready for JSON and for a resumed run."""
         return {key: (value, self.origin(key)) for key, value in self.items()}
 
     @property
     def changes(self) -> Sequence[str]:
         """Settings with other values than in the resumed run, as "KEY is A and was B". Empty for a new run."""
         return self._changes
-
-    def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
-        """Return a copy with every unset value taken from the run to resume.
-
-        saved: `to_dict()` of the earlier run, stored in the checkpoint at `where`. Values resolved by the earlier run,
-        like the learning rate or the clipping mode, stay; values derived from the machine, like the prefetch distance,
-        are resolved again. Raises ConfigError with the keys if a value fixed for the run was set differently.
-        """
-        saved = {current_name(key): each for key, each in saved.items()}
-        values = without_retired({key: value for key, (value, _) in saved.items()}, resumes=True)
-        previous = Config.load(None, values)
-        copy, changed = self.model_copy(deep=True), list[str]()
-        is_rule_set = self.origin("optimizer.name") != "default"
-        changes_rule = self.optimizer.reset and is_rule_set and self.optimizer.name != previous.optimizer.name
-        for key, own in self.items():
-            origin = saved[key][1] if key in saved else "default"
-            is_set, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED_KEYS)
-            if key in _MACHINE_KEYS or (self.optimizer.reset and key in _STATE_KEYS):
-                is_fixed = False
-            is_resolved_again = origin == "resolved" and key in _MACHINE_KEYS
-            is_open = own in (None, "auto") and (is_fixed or origin == "resolved")
-            if is_set and is_fixed and is_open:
-                is_set = False
-            elif is_set and own != previous.get(key) and not (is_open or is_resolved_again or key in _PROCESS_KEYS):
-                is_refused = is_fixed and not _may_be_the_same(key, own, previous.get(key))
-                (changed if is_refused else copy._changes).append(
-                    f"{key} is {_show(own)} and was {_show(previous.get(key))}"
-                )
-            if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
-                is_resolved_again = True
-            if changes_rule and key.startswith("optimizer.") and key not in _KEYS_OF_EVERY_RULE:
-                continue
-            if changes_rule and key in RULE_SETTINGS[previous.optimizer.name].defaults and origin == "resolved":
-                continue
-            if not is_set and origin != "default" and key not in _PROCESS_KEYS and not is_resolved_again:
-                section, field = key.split(".")
-                setattr(getattr(copy, section), field, previous.get(key))
-                copy._origins[key] = origin
-        if changed:
-            is_rule = any(each.partition(" ")[0] in _STATE_KEYS for each in changed)
-            how = " Another update rule or state format starts from the weights with --optimizer.reset."
-            hint = how if is_rule else ""
-            raise ConfigError(
-                f"{'; '.join(changed)} in the run of {where}: a resumed run cannot change "
-                f"{'this' if len(changed) == 1 else 'these'}. Leave {'it' if len(changed) == 1 else 'them'} out to "
-                f"resume that run, or set --run.dir to a new folder to begin another one.{hint}"
-            )
-        copy.check()
-        return copy
 
     def with_note(self, key: str, text: str) -> Config:
         """Return a copy with an extra comment on one value in the YAML output."""
@@ -259,7 +171,7 @@ class Config(BaseModel):
         """Reject impossible file names and impossible combinations. Raises ConfigError.
 
         may_go_on: skip the combinations if a run to resume may exist, because the saved settings can still change them;
-        `resumed` checks the combinations then.
+        the resume checks the combinations then.
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
@@ -271,11 +183,11 @@ class Config(BaseModel):
                 f"data.sources gives no weight to {path}, but weights to others: give each source a weight, or none."
             )
         for key in _FILE_KEYS:
-            for name in _names_in(self.get(key)):
+            for name in names_in(self.get(key)):
                 if not _can_be_a_file(name):
                     raise ConfigError(
-                        f"{key} is {_show(name)}, which is not a valid file name: a part of a path has at most 255 "
-                        f"bytes, and no zero byte; set --{key} to another one."
+                        f"{key} is {show_value(name)}, which is not a valid file name: a part of a path has at most "
+                        f"255 bytes, and no zero byte; set --{key} to another one."
                     )
         resume, folder = self.checkpoint.resume, self.run.dir
         may_find_run = resume != "never"  # a named checkpoint, or a run folder with a `checkpoints` folder
@@ -431,31 +343,11 @@ def _can_be_a_file(name: str) -> bool:
     return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
 
 
-def _names_in(value: Any) -> list[str]:
+def names_in(value: Any) -> list[str]:
     """Return the file names in a setting: a single name, several names, or data sources."""
     if value is None or isinstance(value, str):
         return [value] if value else []
     return [each if isinstance(each, str) else each["path"] for each in value]
-
-
-def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
-    """Tell whether two names may mean the same files: in another spelling, or because the files are gone from there.
-
-    Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
-    """
-    is_path = key in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source")
-    if not is_path or not previous:
-        return False
-    paths = [str(Path(name).expanduser()) for name in _names_in(previous)]
-    has_moved = not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
-    return has_moved or _spelled_out(own) == _spelled_out(previous)
-
-
-def _spelled_out(value: Any) -> list[Any]:
-    """Return sources with absolute paths, without links."""
-    names = [str(Path(name).expanduser().resolve()) for name in _names_in(value)]
-    sources = [{} if isinstance(each, str) else each for each in ([value] if isinstance(value, str) else value)]
-    return [{**source, "path": name} for source, name in zip(sources, names, strict=True)]
 
 
 def _is_one_of(key: str, names: Iterable[str]) -> bool:
@@ -517,7 +409,7 @@ _REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain it
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Format any value in the form a user would write."""
     if value is None:
         return "none"
@@ -536,14 +428,14 @@ def _explain(error: ValidationError) -> str:
         key = ".".join(place[:2])
         if len(place) == 1:
             sentences.append(
-                f"{key} is {_show(item['input'])}; it should be a section with keys "
+                f"{key} is {show_value(item['input'])}; it should be a section with keys "
                 f"{', '.join(Config.SECTIONS[key].model_fields)}."
             )
             continue
         first, *others = dict.fromkeys(map(_reason, items))
         reason = ", or ".join([first, *(each.removeprefix("it should be ") for each in others)])
         inner = f" ({'.'.join(place[2:])})" if len(place) > 2 and len(items) == 1 and item["type"] != "missing" else ""
-        sentences.append(f"{key}{inner} is {_show(item['input'])}{_meant_value(key, item)}; {reason}.")
+        sentences.append(f"{key}{inner} is {show_value(item['input'])}{_meant_value(key, item)}; {reason}.")
     if len(groups) > 3:
         sentences.append(f"{len(groups) - 3} more like these.")
     return " ".join(sentences)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from offload.app.checkpoint_folder import Checkpoints, error_with_alternative
+from offload.app.config.at_resume import resumed
 from offload.app.config.config import Config
 from offload.app.hf.write import check_export_folder
 from offload.app.telemetry.loggers import check_loggers
@@ -124,9 +125,9 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
                 f"{folder} was written by engine.save_checkpoint outside of a run, and has no position in the data to "
                 "resume at. Resume by engine.load_checkpoint, or export it and set --model.path to the export."
             )
-        resumed = config.resumed(meta["config"], str(folder))
+        settings = resumed(config, meta["config"], str(folder))
         # With the older ones: damage in the data shows only when the states are loaded.
-        return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
+        return ResumePoint(settings, folders[number:], meta["data"], meta.get("base", {}), skipped)
     if folders or broken:
         raise no_intact_checkpoint([*broken, *folders], skipped)
     config.check()
