@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from offload.app.config.at_resume import AT_RESUME, resumed
 from offload.app.config.command_line import parse_config
-from offload.app.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
+from offload.app.config.config import Config, all_keys
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
+from offload.app.training.decisions import BUILTIN_DEVICE_MEMORY, FROM_NUM_STEPS, decide, resolve
 from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags, written_size
 from offload.optim.rules import RULES
@@ -56,7 +57,7 @@ def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: 
     first = {"path": "a.csv", "type": "jsonl", "weight": 2, "columns": {"text": "body"}}
     assert config.data.sources == (first, {"path": "b", "split": "test", "weight": 0.5})
     assert config.data.eval_source == ({"path": "c*.jsonl"},)
-    resolved = config.resolve(has_accelerator=False, max_positions=None)
+    resolved = resolve(config, has_accelerator=False, max_positions=None)
     assert resolved.data.eval_share == 0.0, "there is something to evaluate on"
     (tmp_path / "run.yaml").write_text(resolved.to_yaml())
     assert Config.load(tmp_path / "run.yaml").data == resolved.data
@@ -257,7 +258,8 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
         "train.max_grad_norm": "none",
         "run.name": "it's: 1",
     }
-    config = Config.load(None, values).resolve(has_accelerator=False, max_positions=64).resolve_steps(lambda epochs: 3)
+    config = resolve(Config.load(None, values), has_accelerator=False, max_positions=64)
+    config = decide(config, FROM_NUM_STEPS, lambda epochs: 3)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert dict(Config.load(file).items()) == dict(config.items())
@@ -271,7 +273,7 @@ class TestResumed:
 
     def test_what_nobody_set_is_as_it_was(self) -> None:
         was = Config.load(None, {"train.steps": 7, "data.source": ["a", "b"], "optimizer.betas": [0.8, 0.9]})
-        was = was.resolve(has_accelerator=False, max_positions=None).with_resolved(
+        was = resolve(was, has_accelerator=False, max_positions=None).with_resolved(
             train__clip="deferred", offload__prefetch=3
         )
         saved = json.loads(json.dumps(was.to_dict()))
@@ -293,7 +295,7 @@ class TestResumed:
         [("train.batch_size", 3), ("data.source", "other.txt"), ("run.seed", 1), ("train.precision", "bf16")],
     )
     def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
-        saved = Config().resolve(has_accelerator=False, max_positions=None).to_dict()
+        saved = resolve(Config(), has_accelerator=False, max_positions=None).to_dict()
         with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run of there"):
             resumed(Config.load(None, {key: value}), saved, "there")
 
@@ -303,7 +305,7 @@ class TestResumed:
             (tmp_path / name).write_text("text")
         (tmp_path / "link.txt").symlink_to("a.txt")
         monkeypatch.chdir(tmp_path)
-        was = Config.load(None, {"data.source": ["a.txt", "b.txt"]}).resolve(has_accelerator=False, max_positions=None)
+        was = resolve(Config.load(None, {"data.source": ["a.txt", "b.txt"]}), has_accelerator=False, max_positions=None)
         for names in ([str(tmp_path / "a.txt"), "./b.txt"], ["link.txt", "b.txt"]):
             now = resumed(Config.load(None, {"data.source": names}), was.to_dict(), "there")
             assert now.data.source == tuple(names)
@@ -313,7 +315,9 @@ class TestResumed:
 
     def test_epochs_are_counted_anew(self) -> None:
         saved = Config(train={"epochs": 1}).with_resolved(train__steps=10).to_dict()
-        now = resumed(Config(train={"epochs": 3}), saved, "there").resolve_steps(lambda epochs: int(10 * epochs))
+        now = decide(
+            resumed(Config(train={"epochs": 3}), saved, "there"), FROM_NUM_STEPS, lambda epochs: int(10 * epochs)
+        )
         assert now.train.steps == 30
 
     def test_the_same_again_is_no_change(self) -> None:
@@ -325,7 +329,7 @@ class TestResumed:
 
     def test_the_same_command_again_is_no_change(self) -> None:
         given = {"train.clip": "auto", "optimizer.warmup_steps": 3, "run.dir": "here", "offload.prefetch": "auto"}
-        was = Config.load(None, given).resolve(has_accelerator=False, max_positions=None)
+        was = resolve(Config.load(None, given), has_accelerator=False, max_positions=None)
         was = was.with_resolved(train__clip="deferred", optimizer__warmup_steps=12, offload__prefetch=3)
         assert not resumed(Config.load(None, given), json.loads(json.dumps(was.to_dict())), "there").changes
 
@@ -364,7 +368,7 @@ OWN = {"model__path": "m", "max_positions": 130}
 class TestResolve:
     def resolved(self, has_accelerator: bool = False, max_positions: int | None = None, **values: Any) -> Config:
         config = Config.load(None, {key.replace("__", "."): value for key, value in values.items()})
-        return config.resolve(has_accelerator=has_accelerator, max_positions=max_positions)
+        return resolve(config, has_accelerator=has_accelerator, max_positions=max_positions)
 
     @pytest.mark.parametrize(
         ("given", "found"),
@@ -386,7 +390,9 @@ class TestResolve:
     )
     def test_what_is_open_follows_from_what_is_given(self, given: dict[str, Any], found: dict[str, Any]) -> None:
         """A model of one's own has no hidden limits."""
-        config = self.resolved(**{"max_positions": 1024, **given}).resolve_steps(lambda epochs: int(epochs * 50))
+        config = decide(
+            self.resolved(**{"max_positions": 1024, **given}), FROM_NUM_STEPS, lambda epochs: int(epochs * 50)
+        )
         assert {key: config.get(key) for key in found} == found
         assert given or config.origin("train.steps") == "resolved"
 
@@ -396,7 +402,7 @@ class TestResolve:
             config = self.resolved(**source)
             assert (config.train.steps, config.train.epochs, config.train.max_seconds) == (None, 1.0, None)
             assert (config.optimizer.schedule, config.origin("train.epochs")) == ("cosine", "resolved")
-            assert config.resolve_steps(lambda epochs: round(7 * epochs)).train.steps == 7
+            assert decide(config, FROM_NUM_STEPS, lambda epochs: round(7 * epochs)).train.steps == 7
         for key, value in (("train__steps", 3), ("train__epochs", 2.0), ("train__max_seconds", 9.0)):
             config = self.resolved(**own, **{key: value})
             lengths = {each: getattr(config.train, each) for each in ("steps", "epochs", "max_seconds")}
@@ -413,7 +419,7 @@ class TestResolve:
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
 def test_examples_are_sound(file: Path) -> None:
     given = {"model.path": "/models/my-8b", "data.source": "chats/*.jsonl"} if file.stem in ("finetune", "dpo") else {}
-    Config.load(file, given).resolve(has_accelerator=True, max_positions=4096)
+    resolve(Config.load(file, given), has_accelerator=True, max_positions=4096)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +438,7 @@ def test_rules_have_defaults_of_their_own(
 ) -> None:
     def resolved(**given: Any) -> tuple[Any, ...]:
         values = {key.replace("__", "."): value for key, value in given.items()} | {"optimizer.name": name}
-        config = Config.load(None, values).resolve(has_accelerator=False, max_positions=None)
+        config = resolve(Config.load(None, values), has_accelerator=False, max_positions=None)
         (tmp_path / "config.yaml").write_text(config.to_yaml())
         assert dict(Config.load(tmp_path / "config.yaml").items()) == dict(config.items())
         return config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay, config.train.max_grad_norm
@@ -464,7 +470,7 @@ MEZO = {"optimizer.name": "mezo", "train.precision": "bf16", "optimizer.master":
     ],
 )
 def test_another_width_of_states_may_go_on_with_a_run_that_is_reset(was: dict[str, Any], key: str, value: str) -> None:
-    before = Config.load(None, was).resolve(has_accelerator=False, max_positions=None)
+    before = resolve(Config.load(None, was), has_accelerator=False, max_positions=None)
     saved, given = before.to_dict(), {"optimizer.name": before.optimizer.name, key: value}
     assert resumed(Config.load(None, {}), saved, "there").get(key) == was[key]
     with pytest.raises(ConfigError, match=rf"{key} is '{value}' and was '{was[key]}'.*--optimizer\.reset"):
@@ -474,11 +480,11 @@ def test_another_width_of_states_may_go_on_with_a_run_that_is_reset(was: dict[st
 
 
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:
-    was = Config.load(None, {"optimizer.warmup_steps": 3}).resolve(has_accelerator=False, max_positions=None)
+    was = resolve(Config.load(None, {"optimizer.warmup_steps": 3}), has_accelerator=False, max_positions=None)
     with pytest.raises(ConfigError, match=r"optimizer\.name is 'lomo' and was 'adamw'"):
         resumed(Config.load(None, {"optimizer.name": "lomo"}), was.to_dict(), "there")
     config = resumed(Config.load(None, {"optimizer.name": "lomo", "optimizer.reset": True}), was.to_dict(), "there")
-    config = config.resolve(has_accelerator=False, max_positions=None)
+    config = resolve(config, has_accelerator=False, max_positions=None)
     assert config.optimizer.warmup_steps == 3
     assert (config.optimizer.lr, config.train.max_grad_norm) == (pytest.approx(0.4), None), "of its own, not AdamW's"
     later = resumed(Config.load(None, {}), config.to_dict(), "there")

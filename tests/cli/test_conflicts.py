@@ -10,6 +10,7 @@ from offload.app.config import conflicts
 from offload.app.config.at_resume import AtResume, at_resume
 from offload.app.config.config import Config
 from offload.app.config.options import read_command
+from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
 from offload.conflicts import CONFLICTS, ENGINE_CONFLICTS, PLACEMENT
 from offload.errors import ConfigError
@@ -20,7 +21,7 @@ ENTRIES = [entry.split("\n") for entry in Path(__file__).with_name("conflicts.tx
 def _make(words: list[str]) -> None:
     config, _ = read_command(words, "test", "", {}, may_go_on=False)
     config.check_source()
-    make_settings(config.resolve(has_accelerator=False, max_positions=None))
+    make_settings(resolve(config, has_accelerator=False, max_positions=None))
 
 
 @pytest.mark.parametrize(("words", "message"), ENTRIES, ids=[words for words, _ in ENTRIES])
@@ -33,7 +34,7 @@ def test_a_refusal_names_the_settings_and_the_remedy(words: str, message: str) -
 def test_the_defaults_are_in_no_conflict() -> None:
     """A row or a text with an unknown key raises AttributeError."""
     config = Config()
-    settings = make_settings(config.resolve(has_accelerator=False, max_positions=None))
+    settings = make_settings(resolve(config, has_accelerator=False, max_positions=None))
     of_runs = chain(conflicts.DATA, conflicts.SOURCES, conflicts.RUN, *CONFLICTS.values())
     of_engines = chain(PLACEMENT, *ENGINE_CONFLICTS.values())
     for rows, get in ((of_runs, config._setting), (of_engines, settings._setting)):

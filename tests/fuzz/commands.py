@@ -16,6 +16,7 @@ from typing import Any
 from offload.app.config.at_resume import resumed
 from offload.app.config.command_line import parse_config
 from offload.app.config.config import Config, all_keys
+from offload.app.training.decisions import resolve
 from offload.errors import ConfigError
 from tests.distributed.ranks import ROOT
 from tests.fuzz.cases import Case
@@ -189,7 +190,7 @@ def _parsed(argv: list[str], outcome: Any) -> Config | None:
 
 def _check_config(config: Config) -> None:
     """Check that a configuration is equal after YAML, resolve and resume round trips."""
-    for where, one in (("as given", config), ("resolved", config.resolve(has_accelerator=False, max_positions=64))):
+    for where, one in (("as given", config), ("resolved", resolve(config, has_accelerator=False, max_positions=64))):
         Path("written.yaml").write_text(one.to_yaml())
         try:
             again = Config.load("written.yaml")

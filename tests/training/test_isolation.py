@@ -11,6 +11,7 @@ import torch
 
 from offload.app.config.config import Config
 from offload.app.training import build
+from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
 from offload.app.training.planner import PLANNERS, document_share
 from offload.errors import ConfigError
@@ -142,7 +143,7 @@ def test_one_function_says_which_runs_stay_uncompiled() -> None:
 
     def compiles(**words: Any) -> str:
         config = Config.load(None, {key.replace("__", "."): value for key, value in words.items()})
-        return make_settings(config.resolve(has_accelerator=True, max_positions=None)).compile
+        return make_settings(resolve(config, has_accelerator=True, max_positions=None)).compile
 
     for attention in ("auto", "documents", "sdpa"):
         assert compiles(data__packing_isolated=True, model__attention=attention) == "auto"

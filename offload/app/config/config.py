@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from offload.app.config import conflicts
 from offload.app.config.other_trainers import current_name, equivalent_setting
-from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import (
     DOCUMENTS,
     CheckpointSection,
@@ -39,10 +38,6 @@ from offload.conflicts import CONFLICTS, refuse
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 from offload.retired import without_retired
 
-BUILTIN_DEVICE_MEMORY = 9 * 2**20
-"""Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
-budget bounds the allocator, and the allocator reserves more at once.)
-"""
 _FILE_KEYS = (
     "run.dir",
     "run.name",
@@ -56,8 +51,6 @@ _FILE_KEYS = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "dispatch", "throttle", "device", "update")
-"""Fields in the offload section with no influence on the tier of any state."""
 
 
 class Config(BaseModel):
@@ -243,74 +236,6 @@ class Config(BaseModel):
             )
         if self.train.batch_size < num_groups:
             raise ConfigError(too_few_rows(self.train.batch_size, world_size, size))
-
-    def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
-        """Return a copy with open values decided from the machine and the model.
-
-        The engine decides train.clip, offload.update and offload.prefetch later. max_positions: longest sequence of the
-        model in tokens; None: no limit.
-        """
-        model, train, optimizer = self.model, self.train, self.optimizer
-        preset = model.preset or (None if model.path else "tiny")
-        init = model.init
-        if init == "auto":
-            init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
-        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
-        builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
-        steps, epochs, max_seconds = train.steps, train.epochs, train.max_seconds
-        if steps is None and epochs is None and max_seconds is None:
-            steps, epochs, max_seconds = (
-                (None, 1.0, None) if self.has_own_data else (400, None, 90.0 if builtin else None)
-            )
-        precision = train.precision
-        if precision == "auto":
-            is_half = has_accelerator or optimizer.master == "bf16" or train.matmul != "precision"
-            precision = "bf16" if is_half else "fp32"
-        schedule = optimizer.schedule
-        if schedule == "auto":
-            schedule = "constant" if steps is None and epochs is None else "cosine"
-        pretrained = 2e-4 if self.lora.adapts else 2e-5
-        pretrained *= 0.05 if train.method in ("dpo", "orpo") else 1.0  # as in TRL
-        rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
-        rate *= RULE_SETTINGS[optimizer.name].rate
-        rule_defaults = RULE_SETTINGS[optimizer.name].defaults
-        share = 0.0 if self.data.eval_source else 0.02
-        length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
-        dispatch = "never" if self.offload.dispatch == "auto" else self.offload.dispatch
-        stage = 3 if dispatch == "never" else 2
-        length = length // 64 * 64 or length  # some position tables have a few extra rows
-        row_keys = ("data__packing", "data__packing_isolated", "data__group_by_length")
-        pairs = {} if train.method == "sft" else dict.fromkeys(row_keys, False)
-        return self.with_resolved(
-            **pairs,
-            model__preset=preset,
-            model__init=init,
-            data__eval_share=share if self.data.eval_share is None else self.data.eval_share,
-            data__sequence_length=self.data.sequence_length or length,
-            train__steps=steps,
-            train__epochs=epochs,
-            train__max_seconds=max_seconds,
-            train__precision=precision,
-            optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
-            optimizer__schedule=schedule,
-            offload__device_memory=BUILTIN_DEVICE_MEMORY
-            if builtin and not has_accelerator
-            else self.offload.device_memory,
-            offload__dispatch=dispatch,
-            offload__zero_stage=stage if self.offload.zero_stage == "auto" else self.offload.zero_stage,
-            **{key.replace(".", "__"): value for key, value in rule_defaults.items() if self.is_default(key)},
-        )
-
-    def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
-        """Return a copy with the number of steps for `train.epochs`, computed by `num_steps(epochs)`, and the matching
-        warmup.
-        """
-        steps, warmup = self.train.steps, self.optimizer.warmup_steps
-        if steps is None and self.train.epochs is not None:
-            steps = num_steps(self.train.epochs)
-        if warmup is None:
-            warmup = min(100, (steps or 0) // 20)
-        return self.with_resolved(train__steps=steps, optimizer__warmup_steps=warmup)
 
     def to_yaml(self, *, defaults: bool = True) -> str:
         """Return YAML from which `Config.load` reads the same values. A comment on each line gives the origin.

@@ -33,6 +33,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
+from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import MeasuredFill, build_engine, describe_length, stages
@@ -128,7 +129,7 @@ class RunSetup(NamedTuple):
                 "preferences between answers this way. Set --train.method reward to score answers, or give a causal "
                 "model."
             )
-        config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
+        config = resolve(start.config, has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(max_positions(architecture), int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
@@ -192,7 +193,7 @@ def make_run(
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
-    without_steps, config = config, config.resolve_steps(data.num_steps)
+    without_steps, config = config, decide(config, FROM_NUM_STEPS, data.num_steps)
 
     def build_base(path: str | None = None) -> BuiltModel:
         if user_model is not None:
@@ -303,7 +304,7 @@ def make_run(
         by_length = {"data__group_by_length": False} if engine.compiles else {}
         config = config.with_resolved(data__packing=False, data__packing_isolated=False, **by_length)
         data = rank_0_first(comm, "preparation of the data", build)
-        again = without_steps.resolve_steps(data.num_steps)
+        again = decide(without_steps, FROM_NUM_STEPS, data.num_steps)
         config = config.with_resolved(
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )

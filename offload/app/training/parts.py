@@ -9,7 +9,6 @@ from typing import Any, cast
 from pydantic import BaseModel
 from torch import nn
 
-from offload.accelerators import own_accelerator
 from offload.amounts import Amount, Tally, Tell
 from offload.app.config.config import Config
 from offload.app.training.lr import learning_rate, restart_factor
@@ -51,18 +50,6 @@ class MeasuredFill:
 
     def amount(self) -> Amount:
         return Amount(min(self._num_done * self._num_ranks, self._total), self._total, place=self._name)
-
-
-def with_decisions(config: Config, engine: Engine) -> Config:
-    """Return the configuration with the engine's decisions from the first step, so the run can be repeated."""
-    chunks, update = engine.head_chunk_bytes, engine.updates_on
-    resolved = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
-    if config.offload.prefetch != "auto":
-        return resolved
-    has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
-    if engine.overlaps and has_budget:  # a fixed number would be the maximum
-        return resolved.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
-    return resolved.with_resolved(offload__prefetch=engine.prefetch)
 
 
 _LEAST_EPOCHS, _MOST_EPOCHS = 0.5, 20.0

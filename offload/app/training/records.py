@@ -14,7 +14,7 @@ from offload.app.environment import describe_environment
 from offload.app.telemetry.loggers import Loggers
 from offload.app.telemetry.metrics import MetricsLog
 from offload.app.telemetry.trace import Trace
-from offload.app.training.parts import with_decisions
+from offload.app.training.decisions import with_decisions
 from offload.app.training.planner import RunForecast, describe_budget
 from offload.app.training.progress import RunProgress
 from offload.app.training.run_folder import RunFolder

@@ -24,11 +24,12 @@ from offload.app.telemetry.progress import Progress, make_progress
 from offload.app.training.build import make_run
 from offload.app.training.callbacks import Callbacks
 from offload.app.training.checkpoints import Saves
+from offload.app.training.decisions import with_decisions
 from offload.app.training.evaluation import Evaluations
 from offload.app.training.finish import begin_export, export_or_save, load_best
 from offload.app.training.interrupts import StopSignals
 from offload.app.training.objectives import Batch
-from offload.app.training.parts import rate_at, with_decisions
+from offload.app.training.parts import rate_at
 from offload.app.training.planner import planned_advice
 from offload.app.training.progress import Best, RunProgress
 from offload.app.training.ranks import Notes, RankExit, Share, is_shared, next_share, tally

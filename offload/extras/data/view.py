@@ -13,6 +13,7 @@ from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.hf.models import max_positions, rope_limit, vocab_size
 from offload.app.training.build import RunSetup
+from offload.app.training.decisions import FROM_NUM_STEPS, decide
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import stages
 from offload.app.training.resume import ResumePoint
@@ -229,7 +230,7 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     description = list(data.describe(objective))
     if data.is_isolated and config.data.packing_isolated == "auto":
         description.append(_ISOLATION_NOTE)
-    num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
+    num_steps = int(decide(config, FROM_NUM_STEPS, data.num_steps).train.steps or 0)
     most_tokens = max_positions(architecture)
     return DataView.of(
         data, objective, description, num_steps=num_steps, num_samples=num_samples, most_tokens=most_tokens

@@ -28,6 +28,7 @@ from offload.app.hf.models import (
 from offload.app.hf.names import CannotStream
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
+from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
@@ -351,7 +352,7 @@ class Forecaster:
         ranks = SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
-        config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
+        config = resolve(config, has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
         if settings.matmul != "precision" and has_accelerator and FP8 not in hardware.rates.flops_per_s:
             raise ConfigError(

@@ -1,0 +1,136 @@
+"""Settings decided by the program, in the order of a run: from machine and model, data, and the first steps.
+
+A row of a table decides the setting in its key, if that is open (none or auto).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from offload.accelerators import own_accelerator
+from offload.app.config.config import Config
+from offload.app.config.rules import RULE_SETTINGS
+from offload.app.config.sections import OffloadSection
+from offload.engine.engine import Engine
+
+BUILTIN_DEVICE_MEMORY = 9 * 2**20
+"""Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
+budget bounds the allocator, and the allocator reserves more at once.)
+"""
+_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "dispatch", "throttle", "device", "update")
+"""Fields in the offload section with no influence on the tier of any state."""
+
+_Table = Mapping[str, Callable[[Config, Any], Any]]
+
+
+def decide(config: Config, table: _Table, facts: Any) -> Config:
+    """Return a copy with the open values of a table decided.
+
+    Each row reads the facts, and the configuration with the decisions of the rows above.
+    """
+    for key, decision in table.items():
+        if config.get(key) in (None, "auto"):
+            config = config.with_resolved(**{key.replace(".", "__"): decision(config, facts)})
+    return config
+
+
+# -- from machine and model --------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """Facts before the data are read."""
+
+    is_builtin: bool
+    """True for the built-in model with default sizes and places."""
+    has_accelerator: bool
+    max_positions: int | None
+    """Longest sequence of the model in tokens. None: no limit."""
+
+
+def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None) -> Config:
+    """Return a copy with open values decided from the machine and the model. Arguments: see `Start`.
+
+    The engine decides train.clip, offload.update and offload.prefetch later.
+    """
+    places = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
+    sizes = ("data.sequence_length", "train.batch_size", "train.micro_batch_size")
+    start = Start(config.is_default("model", *sizes, *places), has_accelerator, max_positions)
+    defaults = RULE_SETTINGS[config.optimizer.name].defaults
+    values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
+    values |= _default_end(config, start)
+    if config.train.method != "sft":
+        values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
+    return decide(config.with_resolved(**values), FROM_START, start)
+
+
+def _default_end(config: Config, start: Start) -> Mapping[str, Any]:
+    train = config.train
+    if (train.steps, train.epochs, train.max_seconds) != (None, None, None):
+        return {}
+    if config.has_own_data:
+        return {"train__epochs": 1.0}
+    most_seconds = 90.0 if start.is_builtin else None
+    return {"train__steps": 400, "train__max_seconds": most_seconds}
+
+
+def _sequence_length(config: Config, start: Start) -> int:
+    most = 256 if config.model.preset == "tiny" else 1024
+    length = min(most, start.max_positions or 1024)
+    return length // 64 * 64 or length  # some position tables have a few extra rows
+
+
+def _precision(config: Config, start: Start) -> str:
+    is_half = start.has_accelerator or config.optimizer.master == "bf16" or config.train.matmul != "precision"
+    return "bf16" if is_half else "fp32"
+
+
+def _learning_rate(config: Config, _start: Start) -> float:
+    rate = 4e-3 if config.model.preset == "tiny" else 1e-3
+    if config.model.init == "pretrained":
+        rate = 2e-4 if config.lora.adapts else 2e-5
+        rate *= 0.05 if config.train.method in ("dpo", "orpo") else 1.0  # as in TRL
+    return rate * RULE_SETTINGS[config.optimizer.name].rate
+
+
+FROM_START: _Table = {
+    "offload.device_memory": lambda _, start: (
+        BUILTIN_DEVICE_MEMORY if start.is_builtin and not start.has_accelerator else None
+    ),
+    "model.preset": lambda config, _: None if config.model.path else "tiny",
+    "model.init": lambda config, _: (
+        "pretrained" if config.model.path and not config.model.path.endswith(".json") else "random"
+    ),
+    "data.eval_share": lambda config, _: 0.0 if config.data.eval_source else 0.02,
+    "data.sequence_length": _sequence_length,
+    "train.precision": _precision,
+    "optimizer.lr": _learning_rate,
+    "optimizer.schedule": lambda config, _: (
+        "constant" if config.train.steps is None and config.train.epochs is None else "cosine"
+    ),
+    "offload.dispatch": lambda *_: "never",
+    "offload.zero_stage": lambda config, _: 3 if config.offload.dispatch == "never" else 2,
+}
+
+# -- from the data -----------------------------------------------------------------------------------------------------
+
+
+FROM_NUM_STEPS: _Table = {
+    "train.steps": lambda config, num_steps: None if config.train.epochs is None else num_steps(config.train.epochs),
+    "optimizer.warmup_steps": lambda config, _: min(100, (config.train.steps or 0) // 20),
+}
+
+# -- from the first steps ----------------------------------------------------------------------------------------------
+
+
+def with_decisions(config: Config, engine: Engine) -> Config:
+    """Return the configuration with the engine's decisions from the first step, so the run can be repeated."""
+    resolved = config.with_resolved(
+        train__clip=engine.clip, train__head_chunk_bytes=engine.head_chunk_bytes, offload__update=engine.updates_on
+    )
+    if config.offload.prefetch != "auto":
+        return resolved
+    has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
+    if engine.overlaps and has_budget:  # a fixed number would be the maximum
+        return resolved.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
+    return resolved.with_resolved(offload__prefetch=engine.prefetch)
