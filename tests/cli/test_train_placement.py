@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from offload.app.config.at_resume import resumed
 from offload.app.config.config import Config
-from offload.app.training import build
+from offload.app.training import planner
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 
@@ -78,12 +78,13 @@ def test_a_defect_of_the_forecast_is_told_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(error: Exception, *, debug: bool = False) -> str:
-        monkeypatch.setattr(build, "PLANNERS", {"forecast": Mock(side_effect=error)})
+        monkeypatch.setattr(planner, "PLANNERS", {"forecast": Mock(side_effect=error)})
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
         data: Any = None
-        decided = build._decide_placement(config, LlamaConfig(), data, comm, notes.append, notes.append, later.append)
-        assert decided == (config, None, "")
+        planned = planner.decide_placement(config, LlamaConfig(), data, comm, notes.append, notes.append)
+        assert planned[:3] == (config, None, "")
+        later.extend(planned.late_notes)
         return " ".join(notes)
 
     later: list[str] = []

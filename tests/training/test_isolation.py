@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.app.config.config import Config
-from offload.app.training import build
+from offload.app.training import planner
 from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
 from offload.app.training.planner import PLANNERS, document_share
@@ -94,8 +94,8 @@ def test_conversations_are_computed_and_planned_one_by_one_unless_a_mask_is_aske
 ) -> None:
     """Break: count the positions of one row into the next in `document_share`."""
     shares: list[float | None] = []
-    planner = PLANNERS["forecast"]
-    monkeypatch.setattr(build, "PLANNERS", {"forecast": lambda *given: shares.append(given[-1]) or planner(*given)})
+    forecast = PLANNERS["forecast"]
+    monkeypatch.setattr(planner, "PLANNERS", {"forecast": lambda *given: shares.append(given[-1]) or forecast(*given)})
     result, lines, _ = run("documents", data__source=chats, train__steps=2)
     assert "attention: documents" in (result.dir / "config.yaml").read_text()
     _, masked, _ = run("mask", data__source=chats, train__steps=2, model__attention="sdpa")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
-from offload.accelerators import own_accelerator
+from offload.accelerators import Accelerator, own_accelerator
 from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
-from offload.app.config.sections import DOCUMENTS, ModelSection
+from offload.app.config.sections import ModelSection
 from offload.app.environment import integrated_note
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
@@ -33,11 +34,11 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
-from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve
+from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve, resolve_rows, resolve_saved_rows
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
-from offload.app.training.parts import MeasuredFill, build_engine, describe_length, stages
-from offload.app.training.planner import PLANNERS, RunForecast, document_share, measure_network, planned_advice
+from offload.app.training.parts import MeasuredFill, build_engine, describe_differences, describe_length, stages
+from offload.app.training.planner import Planned, RunForecast, decide_placement, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
@@ -53,9 +54,8 @@ from offload.app.training.trainable import (
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
+from offload.errors import CheckpointError, ConfigError, common, format_bytes, untrainable_error
 from offload.layout.planes import DTYPES
-from offload.planning.machines import ThisMachine
 
 Say = Callable[[str], None]
 
@@ -129,14 +129,25 @@ class RunSetup(NamedTuple):
                 "preferences between answers this way. Set --train.method reward to score answers, or give a causal "
                 "model."
             )
-        config = resolve(start.config, has_accelerator=has_accelerator, max_positions=max_positions(architecture))
-        check_sequence_length(max_positions(architecture), int(config.data.sequence_length or 0))
-        trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
+        most = max_positions(architecture)
+        config = resolve(start.config, has_accelerator=has_accelerator, max_positions=most)
+        check_sequence_length(most, int(config.data.sequence_length or 0))
+        trainable = choose_trainable_part(config, architecture, kind, start)
+        num_rows = vocab_size(architecture)
         has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
         grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
         if config.lora.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
         return cls(config, architecture, kind, trainable, grows)
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.architecture)
+
+    @property
+    def rope_limit(self) -> int | None:
+        """See `TaskKind.build`."""
+        return rope_limit(self.architecture)
 
 
 def make_run(
@@ -157,162 +168,201 @@ def make_run(
 
     Raises OffloadError.
     """
-    first = next(iter(start.folders), None)
-    whole = None if start.config.lora.adapts else first  # checkpoint with all weights
+    resumes = bool(start.folders)
     with share_failure(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
-    config, architecture, kind, trainable, grows = setup
-    vocabulary, limit = vocab_size(architecture), rope_limit(architecture)
-    has_moved = whole is not None and not _is_found(config.model)
-    if has_moved:
-        note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
-
-    def build(alive: Callable[[], object]) -> Task:
-        described = config.with_resolved(model__path=str(whole)) if has_moved else config
-        return TASKS["rows"].build(described, kind, vocabulary, stages(doing, alive), limit)
-
-    if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
-        cut = start.data.get("packing", True)
-        config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
-    if first and config.data.group_by_length == "auto":
-        config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
-    data = rank_0_first(comm, "preparation of the data", build)
-    requires_isolation = config.data.packing_isolated is True
-    config = config.with_resolved(data__packing_isolated=data.is_isolated)
-    if data.has_pictures:
-        config = config.with_resolved(data__packing=False)
-    if config.attends_documents and not first:
-        config = config.with_resolved(model__attention=DOCUMENTS)
+    build = _Build(start, comm, say, note, user_model, doing, accelerator, setup)
+    asked = resolve_saved_rows(setup.config, start.data) if resumes else setup.config
+    data = build.prepare_data(asked)
     comm.agree("the training data", data.state_dict())
-    if first:
+    if resumes:
         with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
-    if data.by_length:
-        config = config.with_resolved(data__group_by_length=True)
-    steps, epochs = config.train.steps, config.train.epochs
-    if steps and epochs and config.origin("train.steps") != "resolved":
-        say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
-    without_steps, config = config, decide(config, FROM_NUM_STEPS, data.num_steps)
+    config = resolve_rows(asked, data, resumes=resumes)
+    train = config.train
+    if train.steps and train.epochs and config.origin("train.steps") != "resolved":
+        say(f"note: train.steps is {train.steps}, and overrides train.epochs, {train.epochs:g}: leave one of them out.")
+    doing("making the model and its plan", unmeasured)
+    objective, files, built = build.make_model(config, data)
+    planned = decide_placement(config, setup.architecture, data, comm, say, note)
+    engine, own_files, disk_needs = build.open_engine(planned, built)
+    meta = load_start(start, engine, say)
+    final, rows = build.keep_documents_apart(asked, planned.config, data, engine)  # the weights are needed to tell
+    return Run(
+        config=final,
+        model_kind=setup.model_kind,
+        data=rows,
+        objective=objective,
+        engine=engine,
+        files=files,
+        extra_files={**files, **own_files},
+        meta=meta,
+        trainable=setup.trainable,
+        build_base=partial(build.build_base, final),
+        forecast=planned.forecast,
+        misfit=planned.misfit,
+        disk_needs=disk_needs,
+    )
 
-    def build_base(path: str | None = None) -> BuiltModel:
-        if user_model is not None:
-            return user_model.build()
+
+@dataclass(frozen=True)
+class _Build:
+    """Steps of `make_run`, with its arguments. Every step is collective."""
+
+    start: ResumePoint
+    comm: Comm
+    say: Say
+    note: Say
+    user_model: ModelObject | None
+    doing: Tell
+    accelerator: Accelerator | None
+    setup: RunSetup
+
+    @property
+    def whole(self) -> Path | None:
+        """Checkpoint with all weights. None: the weights come from elsewhere."""
+        folders = () if self.start.config.lora.adapts else self.start.folders
+        return next(iter(folders), None)
+
+    def prepare_data(self, config: Config) -> Task:
+        setup, whole = self.setup, self.whole
+        described = config
+        if whole is not None and not _is_found(config.model):
+            self.note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
+            described = config.with_resolved(model__path=str(whole))
+        return rank_0_first(
+            self.comm,
+            "preparation of the data",
+            lambda alive: TASKS["rows"].build(
+                described, setup.model_kind, setup.vocab_size, stages(self.doing, alive), setup.rope_limit
+            ),
+        )
+
+    def build_base(self, config: Config, path: str | None = None) -> BuiltModel:
+        """Return the initial model, unfilled. `path`: see `BuildBase`."""
+        if self.user_model is not None:
+            return self.user_model.build()
+        section = config.model if path is None else config.with_resolved(model__path=path).model
         return build_model(
-            config.model if path is None else config.with_resolved(model__path=path).model,
+            section,
             seed=config.run.seed,
-            config=copy.deepcopy(architecture),
+            config=copy.deepcopy(self.setup.architecture),
             sequence_length=int(config.data.sequence_length or 0),
-            grow=grows,
+            grow=self.setup.grows,
             dtype=DTYPES[str(config.train.precision)],
         )
 
-    doing("making the model and its plan", unmeasured)
-    with share_failure(comm, "making of the model"):
-        objective = OBJECTIVES[config.train.method].of(config, kind.name, data.tokenizer, vocabulary)
-        for text in (*data.describe(objective), *describe_length(config, data)):
-            say(text)
-        files = data.files() if comm.rank == 0 else {}
-        if whole is None and config.model.init == "random" and TASKS["rows"].trains_tokenizer(config):
+    def make_model(self, config: Config, data: Task) -> tuple[Objective, Mapping[str, bytes], BuiltModel]:
+        """Return the objective, the tokenizer or processor files on rank 0, and the model, unfilled."""
+        setup, whole = self.setup, self.whole
+        with share_failure(self.comm, "making of the model"):
+            kind = OBJECTIVES[config.train.method]
+            objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
+            for text in (*data.describe(objective), *describe_length(config, data)):
+                self.say(text)
+            files = data.files() if self.comm.rank == 0 else {}
+            self._set_token_ids(config, data)
+            if whole is None or self.user_model is not None:
+                base = self.build_base(config)
+            else:
+                # The weights stay unfilled: the checkpoint provides them after the engine opens.
+                base = BuiltModel(rebuild_model(whole, config.model), folder=whole)
+            built = setup.trainable.prepare(base)
+            for text in built.notes:
+                self.note(text)
+            built.model.train()
+        return objective, files, built
+
+    def _set_token_ids(self, config: Config, data: Task) -> None:
+        architecture, user_model = self.setup.architecture, self.user_model
+        if self.whole is None and config.model.init == "random" and TASKS["rows"].trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
-        if kind.name == "reward":  # the model finds the last token in a row by this id
-            for each in (architecture, *(() if user_model is None else (user_model.model.config,))):
+        if self.setup.model_kind.name == "reward":  # the model finds the last token in a row by this id
+            own = () if user_model is None else (user_model.model.config,)
+            for each in (architecture, *own):
                 each.get_text_config().pad_token_id = data.pad_id
-        if whole and user_model is None:
-            # The weights stay unfilled: the checkpoint provides them after the engine opens.
-            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), folder=whole))
-        else:
-            built = trainable.prepare(build_base())
-        for text in built.notes:
-            note(text)
-        built.model.train()
-    late_notes: list[str] = []
-    config, forecast, misfit = _decide_placement(config, architecture, data, comm, say, note, late_notes.append)
-    if forecast is not None and data.has_pictures:
-        note("the memory forecast covers text only: images need more.")
-    if forecast is not None:
-        say(f"plan: at most {forecast.description}")
-    num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
-    name, description = trainable.name(built.model), list(trainable.describe(built.model))
-    own_files = trainable.files(built.model)
-    comm.agree("what lies beside the states", {name: xxh3_64_hexdigest(data) for name, data in own_files.items()})
-    extra_files = {**files, **own_files}
-    needs = DiskNeeds.of(config, trainable, built.model)
-    fill = MeasuredFill(built, comm.size)
-    doing("making room for the weights of a checkpoint" if whole else "reading the weights", fill.amount)
-    with planned_advice(misfit):
-        engine = build_engine(config, replace(built, fill=fill), comm)
-    engine.tell_stages(doing)
-    trainable.check(engine)
-    for text in late_notes:
-        note(text)
-    built.close()
-    if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in engine.allocations):
-        note(integrated_note(accelerator.describe()["name"]))
-    weights = "the weights of a checkpoint" if whole else "given" if user_model else f"{config.model.init} weights"
-    replicas = ""
-    if forecast is not None and forecast.num_replicas > 1:
-        states = "that share out the states" if config.offload.replica_states == "shared" else "with all states each"
-        replicas = f" in {forecast.num_replicas} replicas {states}"
-    say(
-        f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {engine.device}"
-        + (f", {engine.world_size} ranks{replicas}" if engine.world_size > 1 else "")
-    )
-    for text in description:
-        say(text)
-    if config.train.delay:
-        first_late = config.train.delay_after + 1
-        say(f"updates are one step late, from step {first_late} on (train.delay 1): results differ from train.delay 0.")
-    if engine.compiles:
-        say(
-            "blocks are compiled in the first steps, which takes a minute or more. The last bits differ from those of "
-            "uncompiled blocks (--train.compile never)."
-        )
-    if isinstance(config.train.sequence_tile, int):
-        say(
-            "modules that compute each token separately (found in the first step) run over tiles of "
-            f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
-        )
-    meta = load_start(start, engine, say)
-    why_mask = why = ""
-    if data.is_isolated and limit is not None and data.longest > limit:
-        why = (
-            f"beyond {limit:,} tokens the model has other rotary frequencies for all documents in a batch, and the "
-            f"longest document has {data.longest:,}"
-        )
-    elif data.is_isolated:
-        one_by_one = config.attends_documents and config.model.attention == DOCUMENTS
-        why_mask, why = isolate(engine, data.tokenizer, vocabulary, comm, one_by_one)
-    if why_mask:
-        config = config.with_resolved(model__attention="auto")
-    if why_mask and not why:
-        mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
-        say(
-            f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
-            f"{format_bytes(mask_bytes)}, and no plan counts it."
-        )
-    if why:
-        if first or requires_isolation:
+
+    def open_engine(self, planned: Planned, built: BuiltModel) -> tuple[Engine, Mapping[str, bytes], DiskNeeds]:
+        """Return the engine, further checkpoint files, and the disk space for checkpoints and export.
+
+        The engine takes the model apart, so what the model alone can tell is asked first.
+        """
+        trainable, model, comm = self.setup.trainable, built.model, self.comm
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        name = f"{trainable.name(model)}, {num_parameters:,} parameters"
+        description = list(trainable.describe(model))
+        files = trainable.files(model)
+        digests = {file: xxh3_64_hexdigest(content) for file, content in files.items()}
+        comm.agree("what lies beside the states", digests)
+        disk_needs = DiskNeeds.of(planned.config, trainable, model)
+        fill = MeasuredFill(built, comm.size)
+        work = "making room for the weights of a checkpoint" if self.whole else "reading the weights"
+        self.doing(work, fill.amount)
+        with planned_advice(planned.misfit):
+            engine = build_engine(planned.config, replace(built, fill=fill), comm)
+        engine.tell_stages(self.doing)
+        trainable.check(engine)
+        for text in planned.late_notes:
+            self.note(text)
+        built.close()
+        self._describe(planned, name, engine)
+        for text in (*description, *describe_differences(planned.config, engine)):
+            self.say(text)
+        return engine, files, disk_needs
+
+    def _describe(self, planned: Planned, name: str, engine: Engine) -> None:
+        config, forecast, accelerator = planned.config, planned.forecast, self.accelerator
+        uses_host = any(tier == "cpu" for tier, *_ in engine.allocations)
+        if accelerator is not None and accelerator.is_integrated and uses_host:
+            self.note(integrated_note(accelerator.describe()["name"]))
+        weights = "given" if self.user_model else f"{config.model.init} weights"
+        if self.whole:
+            weights = "the weights of a checkpoint"
+        ranks = f", {engine.world_size} ranks" if engine.world_size > 1 else ""
+        if ranks and forecast is not None and forecast.num_replicas > 1:
+            is_shared = config.offload.replica_states == "shared"
+            states = "that share out the states" if is_shared else "with all states each"
+            ranks += f" in {forecast.num_replicas} replicas {states}"
+        self.say(f"model: {name}, {weights}, {config.train.precision} on {engine.device}{ranks}")
+
+    def keep_documents_apart(self, asked: Config, config: Config, data: Task, engine: Engine) -> tuple[Config, Task]:
+        """Test the model. If it mixes the documents of a row, return other rows, with one document in each.
+
+        asked: settings before the data; config: settings so far. Raises ConfigError if the rows must stay.
+        """
+        setup = self.setup
+        why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, setup.rope_limit)
+        masked = config.with_resolved(model__attention="auto") if why_mask else config
+        if not why_mixed:
+            if why_mask:
+                mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
+                self.say(
+                    f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
+                    f"{format_bytes(mask_bytes)}, and no plan counts it."
+                )
+            return masked, data
+        if self.start.folders or asked.data.packing_isolated is True:
             engine.close()
             raise common(
                 ConfigError(
-                    f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set "
+                    f"data.packing_isolated is true, but {why_mixed}: documents in a row would not be isolated. Set "
                     "--data.packing false for one document in each row, or --data.packing_isolated false."
                 )
             )
-        by_length = {"data__group_by_length": False} if engine.compiles else {}
-        config = config.with_resolved(data__packing=False, data__packing_isolated=False, **by_length)
-        data = rank_0_first(comm, "preparation of the data", build)
-        again = decide(without_steps, FROM_NUM_STEPS, data.num_steps)
-        config = config.with_resolved(
-            train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
+        one_each = {"data__packing": False, "data__packing_isolated": False}
+        by_length = {"data__group_by_length": False} if engine.compiles else {}  # each length would be compiled
+        rows = self.prepare_data(asked.with_resolved(**one_each, **by_length))
+        self.say(f"note: {why_mixed}: conversations are not packed. {rows.rows_description}")
+        counted = decide(asked, FROM_NUM_STEPS, rows.num_steps)
+        decided = masked.with_resolved(
+            **one_each,
+            data__group_by_length=rows.by_length,
+            train__steps=counted.train.steps,
+            optimizer__warmup_steps=counted.optimizer.warmup_steps,
         )
-        say(f"note: {why}: conversations are not packed. {data.rows_description}")
-    config = config.with_resolved(data__group_by_length=data.by_length)
-    return Run(
-        config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
-    )
+        return decided, rows
 
 
 def choose_trainable_part(
@@ -335,46 +385,6 @@ def _is_found(section: ModelSection) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _decide_placement(
-    config: Config, architecture: PreTrainedConfig, data: Task, comm: Comm, say: Say, note: Say, note_later: Say
-) -> tuple[Config, RunForecast | None, str]:
-    """Decide the placement of states, on rank 0 for all ranks.
-
-    Return the configuration, the forecast and the shortage (`RunForecast.misfit`). The forecast exists on rank 0 only.
-    None: unknown. `note_later` receives the shortage, or the reason for a missing forecast. The caller shows these only
-    if the engine starts, because an engine error would say the same. Collective.
-    """
-    network = None
-    if comm.num_far:
-        if comm.num_machines == 1:
-            note("there is no memory forecast: the machines have different numbers of ranks.")
-            return config, None, ""
-        network = measure_network(comm)
-    machine = ThisMachine(own_accelerator(config.offload.device))
-    machine = replace(machine, agreed_memory=machine.free_memory(comm))
-    forecast = None
-    if comm.rank == 0:
-        try:
-            share = document_share(config, data)
-            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network, share)
-        except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
-            note_later(f"there is no memory forecast: {error}")
-        except Exception as error:
-            if config.run.debug:
-                traceback.print_exception(error)
-            cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
-            hint = "" if config.run.debug else ", and --debug shows where"
-            note(
-                f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
-                f"without one{hint}."
-            )
-    decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
-    if decided[1]:
-        note_later(f"by the plan the run does not fit. {decided[1]}")
-    config, misfit = comm.from_rank(0, decided, "placement")
-    return config, forecast, misfit
 
 
 def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any] | None:

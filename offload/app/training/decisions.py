@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.config.rules import RULE_SETTINGS
-from offload.app.config.sections import OffloadSection
+from offload.app.config.sections import DOCUMENTS, OffloadSection
+from offload.app.training.task import Task
 from offload.engine.engine import Engine
 
 BUILTIN_DEVICE_MEMORY = 9 * 2**20
@@ -113,6 +114,28 @@ FROM_START: _Table = {
 }
 
 # -- from the data -----------------------------------------------------------------------------------------------------
+
+
+def resolve_saved_rows(config: Config, saved: Mapping[str, Any]) -> Config:
+    """Return a copy with the rows of the run to resume, whatever auto means now. saved: its `Task.state_dict`."""
+    packing = saved.get("packing", True)
+    values: dict[str, Any] = {}
+    if config.data.packing_isolated == "auto":
+        values = {"data__packing": bool(packing), "data__packing_isolated": packing == "isolated"}
+    if config.data.group_by_length == "auto":
+        values["data__group_by_length"] = bool(saved.get("group_by_length"))
+    return config.with_resolved(**values)
+
+
+def resolve_rows(config: Config, data: Task, *, resumes: bool) -> Config:
+    """Return a copy with decisions from the prepared data. A resumed run keeps its attention."""
+    rows = config.with_resolved(
+        data__packing=config.data.packing and not data.has_pictures,
+        data__packing_isolated=data.is_isolated,
+        data__group_by_length=data.by_length,
+    )
+    attention = {"model__attention": DOCUMENTS} if rows.attends_documents and not resumes else {}
+    return decide(rows.with_resolved(**attention), FROM_NUM_STEPS, data.num_steps)
 
 
 FROM_NUM_STEPS: _Table = {

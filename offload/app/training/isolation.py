@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS
+from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 
@@ -65,18 +67,29 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
     return ""
 
 
-def isolate(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm, one_by_one: bool) -> tuple[str, str]:
-    """Choose the attention for packed documents: `one_by_one` if the model allows this, else through a mask.
+def isolate(
+    engine: Engine, data: Task, config: Config, comm: Comm, vocab_size: int, rope_limit: int | None
+) -> tuple[str, str]:
+    """Choose the attention for packed documents: one by one if the model allows this, else through a mask.
 
-    Returns the reasons against one by one, and against isolation. Empty: none. Collective.
+    Return why a mask is needed, and why the documents of a row are mixed even so. Empty: no reason. `rope_limit`: see
+    `TaskKind.build`. Collective.
     """
-    why_not = ""
-    if one_by_one:
+    if not data.is_isolated:
+        return "", ""
+    if rope_limit is not None and data.longest > rope_limit:
+        return "", (
+            f"beyond {rope_limit:,} tokens the model has other rotary frequencies for all documents in a batch, and "
+            f"the longest document has {data.longest:,}"
+        )
+    why_mask = ""
+    if config.attends_documents and config.model.attention == DOCUMENTS:
         engine.set_attention(DOCUMENTS)
-        if not (why_not := check_isolation(engine, tokenizer, vocab_size, comm)):
+        why_mask = check_isolation(engine, data.tokenizer, vocab_size, comm)
+        if not why_mask:
             return "", ""
         engine.set_attention("whole")
-    return why_not, check_isolation(engine, tokenizer, vocab_size, comm)
+    return why_mask, check_isolation(engine, data.tokenizer, vocab_size, comm)
 
 
 def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:

@@ -84,6 +84,24 @@ def describe_length(config: Config, data: Task) -> Iterator[str]:
         yield f"note: the run makes {passes}: {reason}. --train.epochs sets the number of passes."
 
 
+def describe_differences(config: Config, engine: Engine) -> Iterator[str]:
+    """Yield lines about settings that change the bits of a run."""
+    train = config.train
+    if train.delay:
+        first = train.delay_after + 1
+        yield f"updates are one step late, from step {first} on (train.delay 1): results differ from train.delay 0."
+    if engine.compiles:
+        yield (
+            "blocks are compiled in the first steps, which takes a minute or more. The last bits differ from those of "
+            "uncompiled blocks (--train.compile never)."
+        )
+    if isinstance(train.sequence_tile, int):
+        yield (
+            "modules that compute each token separately (found in the first step) run over tiles of "
+            f"{train.sequence_tile} tokens: gradients differ by the order of their sums."
+        )
+
+
 def rate_at(step: int, config: Config) -> float:
     """Return the learning rate for a step, counted from 0."""
     optimizer, lora = config.optimizer, config.lora

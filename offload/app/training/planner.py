@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedConfig
 
+from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.doors import Door
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import DoesNotFitError, OffloadError, format_bytes, shorten
 from offload.planning.machines import ThisMachine
 
 
@@ -58,6 +60,63 @@ class Planner(Protocol):
 
 PLANNERS: Door[Planner] = Door("planner", {})
 """Planners by name. Runs use "forecast"."""
+
+
+class Planned(NamedTuple):
+    """Decided placement of a run."""
+
+    config: Config
+    forecast: RunForecast | None = None
+    """None: unknown, or a rank other than 0."""
+    misfit: str = ""
+    """`RunForecast.misfit`, on all ranks."""
+    late_notes: Sequence[str] = ()
+    """Notes to show after the start of the engine. If the start fails, its error says the same."""
+
+
+def decide_placement(
+    config: Config,
+    architecture: PreTrainedConfig,
+    data: Task,
+    comm: Comm,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> Planned:
+    """Decide the placement of states, on rank 0 for all ranks. `say` prints a line, `note` a warning. Collective."""
+    network = None
+    if comm.num_far:
+        if comm.num_machines == 1:
+            note("there is no memory forecast: the machines have different numbers of ranks.")
+            return Planned(config)
+        network = measure_network(comm)
+    machine = ThisMachine(own_accelerator(config.offload.device))
+    machine = replace(machine, agreed_memory=machine.free_memory(comm))
+    forecast = None
+    late_notes: list[str] = []
+    if comm.rank == 0:
+        try:
+            share = document_share(config, data)
+            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network, share)
+        except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
+            late_notes.append(f"there is no memory forecast: {error}")
+        except Exception as error:
+            if config.run.debug:
+                traceback.print_exception(error)
+            cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
+            hint = "" if config.run.debug else ", and --debug shows where"
+            note(
+                f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
+                f"without one{hint}."
+            )
+    decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
+    placed, misfit = comm.from_rank(0, decided, "placement")
+    if forecast is not None:
+        if misfit:
+            late_notes.append(f"by the plan the run does not fit. {misfit}")
+        if data.has_pictures:
+            note("the memory forecast covers text only: images need more.")
+        say(f"plan: at most {forecast.description}")
+    return Planned(placed, forecast, misfit, late_notes)
 
 
 def document_share(config: Config, data: Task) -> float | None:

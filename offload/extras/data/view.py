@@ -11,7 +11,7 @@ import numpy as np
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
-from offload.app.hf.models import max_positions, rope_limit, vocab_size
+from offload.app.hf.models import max_positions
 from offload.app.training.build import RunSetup
 from offload.app.training.decisions import FROM_NUM_STEPS, decide
 from offload.app.training.objectives import OBJECTIVES, Objective
@@ -217,21 +217,21 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config.check_ranks(num_ranks)
     has_accelerator = own_accelerator(config.offload.device) is not None
     # As in a run, so the view shows the rows of the run. Weights are not read here.
-    config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
-    vocabulary = vocab_size(architecture)
+    setup = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
+    config = setup.config
     data = FileRows.build(
         config,
-        model_kind,
-        vocabulary,
+        setup.model_kind,
+        setup.vocab_size,
         stages(lambda text, _: say(f"{text} ..."), lambda: None),
-        rope_limit(architecture),
+        setup.rope_limit,
     )
-    objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
+    objective = OBJECTIVES[config.train.method].of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
     description = list(data.describe(objective))
     if data.is_isolated and config.data.packing_isolated == "auto":
         description.append(_ISOLATION_NOTE)
     num_steps = int(decide(config, FROM_NUM_STEPS, data.num_steps).train.steps or 0)
-    most_tokens = max_positions(architecture)
+    most_tokens = max_positions(setup.architecture)
     return DataView.of(
         data, objective, description, num_steps=num_steps, num_samples=num_samples, most_tokens=most_tokens
     )
