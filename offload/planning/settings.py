@@ -118,7 +118,9 @@ class Settings:
             object.__setattr__(self, "sequence_tile", "none")
         if self.sequence_parallel > 1 and self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
-        compiles = settle_compile(self.compile, experts, self.sequence_parallel, self.recompute)
+        compiles = settle_compile(
+            self.compile, experts=experts, sequence_parallel=self.sequence_parallel, recompute=self.recompute
+        )
         object.__setattr__(self, "compile", compiles)
         whole = "a whole number, at least 1"
         _check_number(self.micro_batch_size, 1, "train.micro_batch_size", whole, (None,))
@@ -203,9 +205,14 @@ Settings.__doc__ = with_texts(Settings.__doc__, ENGINE_TEXTS)
 
 
 def settle_compile(
-    compiles: str, experts: str, sequence_parallel: int, recompute: str, has_many_lengths: bool = False
+    compiles: str,
+    *,
+    experts: str = "whole",
+    sequence_parallel: int = 1,
+    recompute: str = "always",
+    has_many_lengths: bool = False,
 ) -> str:
-    """Return `compile` as far as the configuration decides: auto is left to the device (`Settings.compile_on`).
+    """Return `compile` as far as the arguments decide: auto is left to the device (`Settings.compile_on`).
 
     Blocks with streamed experts run their own code. Shared rows and kept products are not traced, and each row length
     is a compilation.
