@@ -12,8 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine
-from offload.engine.units.stages import STAGES, Forward, Stage, Use
+from offload.engine.units.stages import STAGES, Host, Stage
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
+from offload.planning.settings import Settings
 
 SCALE = 0.1
 
@@ -22,7 +24,7 @@ class InputNoise(Stage):
     """Adds normal noise to the first input of every block."""
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Any) -> Stage:  # noqa: ARG003
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
         return cls(inner)
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:

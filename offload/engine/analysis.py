@@ -178,7 +178,7 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
             "micro-batches": settings.micro_batch_size is not None or settings.passes > 1,
             "recompute": settings.recompute,
             "method": rule.method,
-            "stages": list(_stage_names(state.runner.stages)),
+            "stages": list(_stage_names(state.stages)),
             "rows": [str(row if isinstance(row, str) else _describe_row(*row)) for row in rows],
         },
         "device": [device.type, torch.backends.cpu.get_cpu_capability(), *_kernel_choices(device)],

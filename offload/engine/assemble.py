@@ -53,7 +53,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
         state.lanes.drain_updates()  # a disk failure is raised here
         state.lanes.timeline.discount(*DISK_LANES)
         trim_heap()
-        state.runner.stages.divert()  # before units: a module inside of a block may be a unit
+        state.stages.divert()  # before units: a module inside of a block may be a unit
         for unit in state.units:
             if unit.resident:
                 state.keep(unit)

@@ -84,12 +84,12 @@ class Figures:
     @property
     def compiled_graphs(self) -> int:
         """Number of graphs built by torch.compile so far, from blocks; 0 without `compiles`."""
-        return self._state.runner.stages.num_graphs
+        return self._state.stages.num_graphs
 
     @property
     def compiled_classes(self) -> frozenset[type]:
         """Block classes that ran compiled, without a refusal."""
-        return self._state.runner.stages.compiled
+        return self._state.stages.compiled
 
     @property
     def pins(self) -> bool:
@@ -148,7 +148,7 @@ class Figures:
     @property
     def told_tiles(self) -> str:
         """Text about split units and sequence tiles due to little device memory; empty if none."""
-        return ".\n".join(filter(None, (self._state.splitting.description, self._state.runner.stages.description)))
+        return ".\n".join(filter(None, (self._state.splitting.description, self._state.stages.description)))
 
     @property
     def told_frozen_weights(self) -> str:

@@ -193,7 +193,8 @@ class EngineState:
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        self.runner.stages = open_stages(self.runner.stages, self, settings)
+        self.stages = open_stages(self, settings)
+        self.runner.stages = self.stages
         self.attention = attention_for(settings.sequence_parallel).open(
             model, settings.sequence_parallel, comm, counters
         )
@@ -359,7 +360,7 @@ class EngineState:
                 put_parameters([place], parameters if restore else stand_ins)
             unit.forget_live()
         self.caches.turn(on=True)
-        self.runner.stages.undo()
+        self.stages.undo()
         self.attention.undo()
         if restore:
             self.ownership.release()

@@ -234,7 +234,7 @@ class Steps:
                 self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
-            if is_recorded and state.attention.check(state, inputs):
+            if is_recorded and state.attention.check(state, inputs.head, inputs.shared):
                 self.trial_runs.forget_traffic()
             state.attention.begin_pass(inputs.plan.needs_mask)
             self._check_parts(inputs)

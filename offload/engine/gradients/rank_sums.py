@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -47,9 +46,9 @@ class ReduceScatter(Exchange):
     In stage 0 an all-gather then gives all ranks the whole sum.
     """
 
-    def __init__(self, sizes: Mapping[str, int], *parts: Any) -> None:
-        """`sizes`: device buffer sizes in bytes, by plan name. `parts`: as for `Exchange`."""
-        super().__init__(*parts)
+    def __init__(self, sizes: Mapping[str, int], store: Store, measures: Measures, debug: bool) -> None:
+        """`sizes`: device buffer sizes in bytes, by plan name. The others: as for `Exchange`."""
+        super().__init__(store, measures, debug)
         # For bf16 gradient sums (fp32 gradients are summed in place), and for data received from other ranks.
         self._shards = Ring(self._device.allocate(SHARDS, sizes[SHARDS]), "gradient shards")
         self._scratch = self._device.allocate(SCRATCH, sizes[SCRATCH])
@@ -159,10 +158,10 @@ class ReplicaSums(Exchange):
     Runs from host to host on the `network` lane if states are on the host.
     """
 
-    def __init__(self, inner: Exchange, *parts: Any) -> None:
-        """`inner`: sums inside a replica. `parts`: as for `Exchange`."""
-        super().__init__(*parts)
-        store, regions = self._store, list(self._store.states)
+    def __init__(self, inner: Exchange, store: Store, measures: Measures, debug: bool) -> None:
+        """`inner`: sums inside a replica. The others: as for `Exchange`."""
+        super().__init__(store, measures, debug)
+        regions = list(store.states)
         sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients

@@ -23,6 +23,7 @@ from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_d
 from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
 from offload.engine.units.snapshots import Snapshot
+from offload.engine.units.stages import Host
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.trial import ENGINE_ERRORS
@@ -124,7 +125,7 @@ class NoDropoutMode(TorchFunctionMode):
 
 @contextmanager
 def isolated(
-    state: EngineState, roots: Mapping[str, Any] = MappingProxyType({}), snapshot: Snapshot | None = None
+    state: Host, roots: Mapping[str, Any] = MappingProxyType({}), snapshot: Snapshot | None = None
 ) -> Iterator[Snapshot]:
     """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
@@ -138,7 +139,7 @@ def isolated(
     try:
         with (
             state.runner.as_engine_calls(),
-            state.runner.stages.paused(),
+            state.stages.paused(),
             torch.set_grad_enabled(torch.is_grad_enabled()),
         ):
             yield snapshot

@@ -321,7 +321,7 @@ class TrialRuns:
     def on_call(self, call: ModelCall, check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._is_training = False, {"arguments": (call.args, call.kwargs)}, True
-        if self._state.runner.stages.needs_short_recording:
+        if self._state.stages.needs_short_recording:
             self._record_few(self.samples.call_samples(call)[:-1])
         with self._with_dtypes_explained(call.args, call.kwargs):
             self._record([(0, call.run_on_copies)] * 2)
@@ -400,7 +400,7 @@ class TrialRuns:
             if self._is_training:
                 recording.refuse_writes()
             begin = partial(SecondPass, before=recording)
-        state.runner.stages.check()
+        state.stages.check()
         self.known.update_modes()
         self.forget_traffic()
 

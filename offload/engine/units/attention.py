@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.doors import Door
+from offload.engine.units.stages import Host
 from offload.tiers.counters import Counters
 
 Batch = Mapping[str, Any]
@@ -28,6 +29,14 @@ class SharedRows(Protocol):
     @property
     def needs_mask(self) -> bool:
         """True if a token may not attend to all earlier tokens."""
+        ...
+
+
+class BaseModelHead(Protocol):
+    """The head of a model."""
+
+    def base_output(self, run: Callable[[], Any]) -> Any:
+        """Run the model and return the base model output; the head does not run."""
         ...
 
 
@@ -76,10 +85,11 @@ class Attention:
         """
         yield batch, batch
 
-    def check(self, state: Any, inputs: Any) -> bool:  # noqa: ARG002
-        """Compare shared with whole rows in a trial of the `EngineState` over the `PassInputs`. True after a trial.
+    def check(self, host: Host, head: BaseModelHead | None, shared: SharedRows | None) -> bool:  # noqa: ARG002
+        """Compare shared with whole rows in a trial. True after a trial.
 
-        Collective. Raises ConfigError on all ranks for a difference.
+        `head`: None if the loss is not computed from hidden states. Collective. Raises ConfigError on all ranks for a
+        difference.
         """
         return False
 

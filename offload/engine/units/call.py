@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,18 +13,39 @@ from offload.engine.units.arguments import Arguments, deliver_result, receive_ca
 from offload.engine.units.keep import keep_for
 from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.stages import Use
-from offload.engine.units.traits import GradientTensors, Span
+from offload.engine.units.traits import GradientSignature, GradientTensors, Span, UnitTraits
 from offload.engine.units.unit import CallTarget, Unit
+from offload.engine.units.use import Use
 from offload.errors import ConfigError, OffloadError
 from offload.interrupts import interrupts
+
+
+class GraphCall(Protocol):
+    """The call of a unit behind one node of the outer autograd graph."""
+
+    traits: UnitTraits
+    signature: GradientSignature
+    result: Arguments | None
+    """Result tree after the forward."""
+    dirty: list[torch.Tensor]
+    """Inputs changed in place."""
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the forward; return all tensors that come out."""
+        ...
+
+    def backward(self, gradients: GradientTensors, trains: bool) -> GradientTensors:
+        """Run the backward; return the input gradients. Parameters take gradients if `trains`."""
+        ...
 
 
 class UnitCall:
     """One `UnitFunction`, from forward to backward."""
 
     def __init__(self, unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments) -> None:
-        self.unit, self.traits, self._runner, self._rows = unit, unit.traits, runner, rows
+        self.unit = unit
+        self.traits = unit.traits
+        self._runner, self._rows = runner, rows
         self.signature = unit.gradient_signature(arguments.tensors)
         key = unit.name, *((t.shape, t.dtype) for t in arguments.tensors)
         keep_class = keep_for(runner.saved.policy, unit, key, self.signature)
@@ -116,7 +137,7 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: UnitCall, _anchor: torch.Tensor | None, num_weights: int, *tensors: torch.Tensor
+        ctx: Any, call: GraphCall, _anchor: torch.Tensor | None, num_weights: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """`tensors`: the inputs, then `num_weights` stand-ins of the unit, for a backward that asks for one of them."""
         ctx.call, ctx.num_weights = call, num_weights
@@ -153,8 +174,17 @@ def _refuse_weight_inputs(edges: Sequence[tuple[Any, int]]) -> None:
 def call_unit(
     unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments
 ) -> tuple[Arguments, Sequence[torch.Tensor]]:
-    """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
-    call = UnitCall(unit, runner, rows, arguments)
+    """Run one differentiable use of a unit."""
+    return join_graph(UnitCall(unit, runner, rows, arguments), unit, runner, arguments)
+
+
+def join_graph(
+    call: GraphCall, unit: Unit, runner: UnitRunner, arguments: Arguments
+) -> tuple[Arguments, Sequence[torch.Tensor]]:
+    """Run a call as a node of the outer graph; return the result tree and the result tensors.
+
+    The anchor makes the outputs require gradients even if no input does.
+    """
     weights = () if runner.is_engine_call else unit.stand_ins  # a script's backward has any inputs
     anchor = runner.anchor if unit.trainable else None
     outputs = UnitFunction.apply(call, anchor, len(weights), *arguments.tensors, *weights)

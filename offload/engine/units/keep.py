@@ -28,10 +28,10 @@ from offload.engine.units.saved_graph import (
     run_with_graph,
 )
 from offload.engine.units.snapshots import Snapshot, ThreadState
-from offload.engine.units.stages import Forward, Use
 from offload.engine.units.state_snapshot import Collected
 from offload.engine.units.traits import GradientSignature, GradientTensors, Span
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
 
 _COPIED_SHARE = 10
@@ -73,17 +73,24 @@ class Inputs:
         key: UseKey,
     ) -> None:
         self.unit = unit
-        self._runner, self._saved, self._policy = runner, runner.saved, runner.saved.policy
-        self._rows, self._arguments = rows, arguments
-        self._needs, _ = signature
+        self._runner = runner
+        self._saved = runner.saved
+        self._policy = runner.saved.policy
+
+        # The call.
+        self._rows = rows
+        self._arguments = arguments
         self._signature = signature
+        self._needs, _ = signature
         self._key = key
-        self._thread_state = ThreadState(runner.device.autocast_type)  # that of the caller, not of the backward
+        self._thread_state = ThreadState(runner.device.autocast_type)  # of the caller: a backward may have another
+
+        # What is kept.
+        self.claim = runner.claims.open(self, unit.name)
         self._micro_batches: list[MicroBatch] = []
         self._inputs: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of the inputs, to find changes in place
         self._copies: dict[int, list[DeviceCopy]] = {}  # to the device, by micro-batch
-        self.claim = runner.claims.open(self, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class InputsAndTensors(Inputs):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._made: KeptTensors | None = None
+        self._made: KeptTensors | None = None  # during the forward
         self._kept: dict[int, ref[torch.Tensor]] = {}  # by number
         self._views: set[int] = set()  # numbers of kept views of weights
 

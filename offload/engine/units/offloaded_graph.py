@@ -11,8 +11,8 @@ from offload.engine.units.activation_offload import ActivationOffload, DeviceCop
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.saved_graph import Graph, GraphMemory, TooMuchToKeepError
 from offload.engine.units.saved_inputs import Claim, SavedInputs
-from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
 
 SMALLEST_BYTES = 4096
 """Minimum bytes for offload: below one page, a transfer is not worth the time."""

@@ -21,10 +21,10 @@ from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.rows import Rows
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import Snapshot
-from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.torch_state import with_own_cache
 from offload.engine.units.traits import PartsDifferError, Span, UnrecordedCallError
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Forwards, Use
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
@@ -50,6 +50,9 @@ class UnitRunner:
     weight fetch (layered gradient accumulation, arXiv:2106.02679).
     """
 
+    stages: Forwards
+    """The forwards of the uses."""
+
     def __init__(
         self,
         device: Device,
@@ -63,13 +66,20 @@ class UnitRunner:
         seed: int,
         comm: Comm,
     ) -> None:
-        self.device, self.slots, self.gradients, self.saved, self._units = device, slots, gradients, saved, units
-        self.stages: Stage = OriginalForward()
-        self.outputs, self.writes = KeptOutputs(), WeightWrites()
-        self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.device = device
+        self.slots = slots
+        self.gradients = gradients
+        self.saved = saved
+        self._units = units
+        self.outputs = KeptOutputs()
+        self.writes = WeightWrites()
+        self._lanes = lanes
+        self._executor = executor
+        self._ahead = RunAhead(device)
+        self.anchor = torch.zeros((), requires_grad=True)  # makes results of a unit differentiable
         self.step_number = 0
-        self._seed, self._comm = seed, comm
+        self._seed = seed
+        self._comm = comm
         self.has_peers = gradients.measures.has_peers
         self.rows = Rows(rank=comm.rank)  # of the pass
         self.exchanges = list[Callable[[], None]]()  # of one micro-batch
@@ -418,39 +428,6 @@ class RunAhead:
         """Record the compute marks that end a use."""
         if marks:
             self._ends.append(marks)
-
-
-class OriginalForward(Stage):
-    """The last stage: the forward of the module."""
-
-    num_graphs = 0
-    needs_short_recording = False
-    description, compiled = "", frozenset[type]()
-
-    def __init__(self) -> None:
-        super().__init__(self)
-
-    def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def for_recomputation(self, forward: Forward) -> Forward:
-        return forward
-
-    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def check(self) -> None:
-        """Accept all."""
-
-    def divert(self) -> None:
-        """Redirect nothing."""
-
-    def undo(self) -> None:
-        """Restore nothing."""
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
 
 
 def synchronized(runner: UnitRunner, unit: Unit, rows: Rows, parts: Sequence[_Part]) -> Iterator[_Part]:

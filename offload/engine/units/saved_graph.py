@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.saved_inputs import Claim, SavedInputs
-from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
 from offload.errors import OffloadError
 from offload.tiers.slots import Slots
 
@@ -38,7 +38,9 @@ class GraphMemory:
 
     def __init__(self, slots: Slots, saved: SavedInputs, claim: Claim, *, is_optional: bool) -> None:
         """`is_optional`: without enough memory, the graph is dropped."""
-        self._slots, self._saved, self._claim = slots, saved, claim
+        self._slots = slots
+        self._saved = saved
+        self._claim = claim
         self._address = saved.device.address
         self._is_optional = is_optional
         self._num_before = len(claim.entries)

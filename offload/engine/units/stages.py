@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
 
+from offload.distributed.comm import Comm
 from offload.doors import Door
+from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.call import Router
+from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, ForwardRunner, Use
+from offload.lanes.lanes import Lanes
+from offload.planning.plan import Plan
 from offload.planning.settings import Settings
+from offload.schedule.execute import Executor
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
-
-Forward = Callable[..., Any]
-
-
-class ForwardRunner(Protocol):
-    """Runs modules over weights in device memory."""
-
-    @property
-    def device(self) -> Device:
-        """The compute device."""
-        ...
-
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor over weights on the device."""
-        ...
-
-    def run(self, unit: Unit, use: Use, forward: Forward) -> Arguments:
-        """Run `forward` as the unit forward; return (result, container changes)."""
-        ...
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 
-class Use(NamedTuple):
-    """One micro-batch of a unit use. The unit weights are on the device."""
+class Host(Protocol):
+    """What a stage, an attention or an exchange may ask of an engine."""
 
-    runner: ForwardRunner
-    """The unit runner."""
-    arguments: Arguments
-    """Call arguments."""
-    tensors: Sequence[torch.Tensor]
-    """Micro-batch tensors."""
-    others: Sequence[Any]
-    """Non-tensor arguments."""
-    needs: Sequence[bool] | None = None
-    """requires_grad per tensor. None: the use has no backward."""
-    keeps_products: bool = False
-    """True if outputs of products are recorded for a recomputation."""
+    model: nn.Module
+    plan: Plan
+    comm: Comm
+    device: Device
+    lanes: Lanes
+    counters: Counters
+    store: Store
+    slots: Slots
+    deferred_updates: DeferredUpdates
+    executor: Executor
+    gradients: GradientFlow
+    units: list[Unit]
+    runner: UnitRunner
+    router: Router
+    stages: Stage
+
+    def settle(self) -> None:
+        """Restore the forwards of units kept on the device, after a snapshot from before has put back others."""
 
 
 class Stage:
@@ -57,7 +55,7 @@ class Stage:
 
         class Timed(Stage):
             @classmethod
-            def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+            def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
                 return cls(inner)
 
             def forward_of(self, unit: Unit, use: Use) -> Forward:
@@ -76,8 +74,8 @@ class Stage:
         self.inner = inner
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
-        """Return a stage around `inner` for an `EngineState`, or `inner` if the settings leave this stage out."""
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
+        """Return a stage around `inner` for this engine, or `inner` if the settings leave this stage out."""
         return inner
 
     @classmethod
@@ -144,14 +142,47 @@ class Stage:
             self.is_paused = before
 
 
+class OriginalForward(Stage):
+    """The last stage: the forward of the module."""
+
+    num_graphs = 0
+    needs_short_recording = False
+    description, compiled = "", frozenset[type]()
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def for_recomputation(self, forward: Forward) -> Forward:
+        return forward
+
+    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def check(self) -> None:
+        """Accept all."""
+
+    def divert(self) -> None:
+        """Redirect nothing."""
+
+    def undo(self) -> None:
+        """Restore nothing."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+
 STAGES: Door[type[Stage]] = Door("stage", {})
 
 
-def open_stages(innermost: Stage, state: Any, settings: Settings) -> Stage:
-    """Return the stages of an `EngineState` around `innermost`, the outermost first."""
-    stage = innermost
+def open_stages(host: Host, settings: Settings) -> Stage:
+    """Return the stages of an engine around the module forwards, the outermost first."""
+    stage: Stage = OriginalForward()
     for each in STAGES.used_with(settings):
-        stage = each.over(stage, state, settings)
+        stage = each.over(stage, host, settings)
     return stage
 
 

@@ -12,8 +12,8 @@ from offload.engine.comparison import Sketch
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.snapshots import Snapshot, buffers_of
-from offload.engine.units.stages import Forward, ForwardRunner, Use
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, ForwardRunner, Use
 from offload.errors import OffloadError
 from offload.tiers.device import Device
 

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
-from offload.engine.units.stages import Forward, Stage, Use
+from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
 from offload.errors import warn
 from offload.planning.settings import Settings
 
@@ -68,7 +69,7 @@ class CompiledForwards(Stage):
         self._failed: set[type] = set()
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
         return cls(inner)
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:

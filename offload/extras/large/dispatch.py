@@ -27,10 +27,11 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.rank_sums import ReduceScatter
 from offload.engine.gradients.transfer import Gradients, Measure
 from offload.engine.units.arguments import Arguments, deliver_result, find_collectors, receive_call
-from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.call import UnitCall, join_graph
 from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.stages import Stage
+from offload.engine.units.stages import Host, Stage
+from offload.engine.units.traits import GradientTensors
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.extras.large.pairs import Pairs
@@ -47,9 +48,9 @@ class DispatchStage(Stage):
     """Takes the calls of blocks from the router. The forwards stay as they are."""
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
-        if state.plan.residence.sharding.dispatches:
-            state.router.target = Dispatch(state, settings).call
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
+        if host.plan.residence.sharding.dispatches:
+            host.router.target = Dispatch(host, settings).call
         return inner
 
 
@@ -60,10 +61,8 @@ class FromOwner(ReduceScatter):
     between ranks.
     """
 
-    def __init__(self, sizes: Mapping[str, int], *parts: Any) -> None:
-        super().__init__(sizes, *parts)
-        self.owners: dict[int, int] = {}
-        self.pairs: Pairs
+    owners: Mapping[int, int]
+    pairs: Pairs
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -153,16 +152,16 @@ def _attributes_of(unit: Unit) -> dict[tuple[torch.nn.Module, str], Any]:
 class _Server:
     """Runs the blocks of this rank for the rows of any rank."""
 
-    def __init__(self, state: Any, settings: Settings) -> None:
-        self._state = state
-        parts = state.device, state.lanes, state.slots, state.executor, state.gradients, state.runner.saved
+    def __init__(self, host: Host, settings: Settings) -> None:
+        self._host = host
+        parts = host.device, host.lanes, host.slots, host.executor, host.gradients, host.runner.saved
         # One rank without peers agrees with nobody. Uses are not counted: the rows of all ranks are one use.
-        self.runner = UnitRunner(*parts, state.units, seed=settings.seed, comm=Comm())
+        self.runner = UnitRunner(*parts, host.units, seed=settings.seed, comm=Comm())
         self._calls: dict[tuple[str, int], UnitCall] = {}
 
     def begin(self) -> None:
         """Begin the forwards of a step."""
-        main, runner = self._state.runner, self.runner
+        main, runner = self._host.runner, self.runner
         self._calls.clear()
         runner.claims.reset()
         runner.stages, runner.outputs, runner.writes = main.stages, main.outputs, main.writes
@@ -191,7 +190,7 @@ class _Server:
     def backward(self, unit: Unit, rank: int, message: _Message) -> _Message:
         """Run the backward for the rows of `rank`: gradients of results to gradients of arguments."""
         call = self._calls.pop((unit.name, rank))
-        with self._state.gradients.repeated(()):  # they add up, and leave with `Dispatch.end_gradients`
+        with self._host.gradients.repeated(()):  # they add up, and leave with `Dispatch.end_gradients`
             return _Message(None, call.backward(message.tensors, trains=message.value))
 
 
@@ -270,13 +269,20 @@ class Dispatch:
     `sent_bytes`: activations and their gradients sent to other ranks so far.
     """
 
-    def __init__(self, state: Any, settings: Settings) -> None:
-        self._state, self._stream = state, state.router.target
-        check_machines(state.comm.num_machines, state.store.between.size)
-        self.comm = state.comm.neighbours(state.comm.size)  # its own order of exchanges, beside that of the lanes
-        self.pairs, state.gradients.exchange.pairs = Pairs(self.comm), Pairs(state.store.within)
-        self.server, self.sent_bytes, self.device = _Server(state, settings), 0, state.device.torch_device
-        self.executor: Executor = state.executor
+    def __init__(self, host: Host, settings: Settings) -> None:
+        check_machines(host.comm.num_machines, host.store.between.size)
+        exchange = host.gradients.exchange
+        assert isinstance(exchange, FromOwner)
+        self._host = host
+        self._stream = host.router.target  # for units that stay on each rank
+        self._exchange = exchange
+        self.comm = host.comm.neighbours(host.comm.size)  # its own order of exchanges, beside that of the lanes
+        self.pairs = Pairs(self.comm)
+        exchange.pairs = Pairs(host.store.within)
+        self.server = _Server(host, settings)
+        self.sent_bytes = 0
+        self.device = host.device.torch_device
+        self.executor = host.executor
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
         self._units: list[Unit] = []
@@ -287,8 +293,8 @@ class Dispatch:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of a unit. Blocks in a step run on their owners, all others here."""
-        runner = self._state.runner
-        is_step = runner.is_engine_call and torch.is_grad_enabled() and not self._state.gradients.discards_gradients
+        runner = self._host.runner
+        is_step = runner.is_engine_call and torch.is_grad_enabled() and not self._host.gradients.discards_gradients
         if not is_step or not unit.is_block or unit.resident:
             return self._stream(unit, args, kwargs)
         _, collected = find_collectors(contextvars.copy_context())  # torch.compile has other values there
@@ -307,31 +313,22 @@ class Dispatch:
             return deliver_result(*self._run(unit, arguments), containers)
 
     def _run(self, unit: Unit, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
-        runner = self._state.runner
-        rows = runner.count(unit)
+        rows = self._host.runner.count(unit)
         if not rows.can_cut(unit, arguments):
             raise _refuse(f"block {unit.name} was called with arguments that were not recorded")
         if unit.traits.mutated or unit.traits.buffers or unit.traits.changed:
             raise _refuse(f"block {unit.name} changes its inputs, results or buffers in place")
         if not (unit.trainable or any(tensor.requires_grad for tensor in arguments.tensors)):
             raise _refuse(f"block {unit.name} takes no part in the backward")
-        call = _RemoteCall(self, unit, rows, arguments)
-        target: Any = call
-        outputs = UnitFunction.apply(target, runner.anchor if unit.trainable else None, 0, *arguments.tensors)
-        result, call.result = call.result, None
-        arguments.tensors.clear()
-        assert result is not None
-        return result, outputs
+        return join_graph(_RemoteCall(self, unit, rows, arguments), unit, self._host.runner, arguments)
 
     def _begin(self, is_forward: bool) -> _Pass:
         if is_forward:
-            state = self._state
-            self._units = [unit for unit in state.units if unit.is_block and not unit.resident]
+            self._units = [unit for unit in self._host.units if unit.is_block and not unit.resident]
             shared = [r for unit in self._units for r in unit.regions if len(r.units) > 1]
             if shared:
                 raise _refuse(f"{' and '.join(shared[0].units)} share weights")
-            exchange = state.gradients.exchange
-            exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
+            self._exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
             self.server.begin()
             self._forward, self._backward = _Pass(self, self._units, True), None
             return self._forward
@@ -354,7 +351,7 @@ class Dispatch:
 
     def end_gradients(self, unit: Unit) -> None:
         """Send the gradients of a block from the owner to the ranks that update it."""
-        gradients: GradientFlow = self._state.gradients
+        gradients = self._host.gradients
         if self.owner(unit) == self.comm.rank:
             with gradients.repeated(unit.regions):
                 return
@@ -387,25 +384,26 @@ def receive_gradients(flow: GradientFlow, regions: Sequence[Region]) -> None:
 
 
 class _RemoteCall:
-    """Stands in for `UnitCall` in `UnitFunction`: the owner of the block has the call."""
+    """A call that the owner of the block computes."""
 
     def __init__(self, dispatch: Dispatch, unit: Unit, rows: Rows, arguments: Arguments) -> None:
-        self._dispatch, self._unit, self._rows = dispatch, unit, rows
+        self._dispatch = dispatch
+        self._unit, self._rows = unit, rows
         self._arguments, self.traits = arguments, unit.traits
         self.signature = unit.gradient_signature(arguments.tensors)
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Have the owner run the forward; return the result tensors."""
         arguments, self._arguments = copy.copy(self._arguments), None  # type: ignore[assignment]
         arguments.tensors = []
         value = arguments, self.signature[0], self._rows
         answer = self._dispatch.forward(self._unit, _Message(value, tensors))
         self.result = answer.value
-        return list(answer.tensors)
+        return [tensor for tensor in answer.tensors if tensor is not None]
 
-    def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> Sequence[torch.Tensor | None]:
+    def backward(self, gradients: GradientTensors, trains: bool) -> GradientTensors:
         """Have the owner run the backward; return the gradients of the arguments."""
         return self._dispatch.backward(self._unit, _Message(trains, gradients)).tensors
 

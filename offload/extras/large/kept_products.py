@@ -15,8 +15,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatte
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.engine.units.saved_inputs import KeptOutputs
-from offload.engine.units.stages import Forward, Stage, Use
+from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
 from offload.errors import OffloadError
 from offload.extras.large.document_operation import OPERATION
 from offload.planning.settings import Settings
@@ -194,8 +195,8 @@ class KeptProducts(Stage):
         self._outputs = outputs
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
-        return cls(inner, state.runner.outputs) if settings.recompute == PRODUCTS else inner
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
+        return cls(inner, host.runner.outputs) if settings.recompute == PRODUCTS else inner
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         forward = self.inner.forward_of(unit, use)

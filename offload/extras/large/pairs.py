@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.distributed.comm import Comm
 from offload.distributed.ranks import Ranks
 
 
@@ -19,8 +20,9 @@ class Pairs:
     breaking the group.
     """
 
-    def __init__(self, comm: Ranks) -> None:
+    def __init__(self, comm: Comm) -> None:
         """Open the groups. Collective over all ranks of the run."""
+        assert isinstance(comm, Ranks), "one rank alone sends no messages"
         self._comm = comm
         for pair in itertools.permutations(range(comm.size), 2):
             comm.subgroup(pair)

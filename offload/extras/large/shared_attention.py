@@ -18,11 +18,11 @@ from torch import nn
 from offload.distributed.comm import Comm
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import map_tensors
-from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import select_inputs
 from offload.engine.recording.equivalence import isolated
-from offload.engine.state import EngineState
-from offload.engine.units.attention import Attention, Batch, Copy
+from offload.engine.units import attention
+from offload.engine.units.attention import Attention, BaseModelHead, Batch, Copy
+from offload.engine.units.stages import Host
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.extras.large.shared_rows import SharedRows, WholeRows, share_rows
@@ -114,8 +114,10 @@ class SharedAttention(Attention):
             )
 
     @contextmanager
-    def over(self, shared: Any, batch: Batch, copy_to_device: Copy) -> Iterator[tuple[Batch, Batch]]:
-        if shared is None:
+    def over(
+        self, shared: attention.SharedRows | None, batch: Batch, copy_to_device: Copy
+    ) -> Iterator[tuple[Batch, Batch]]:
+        if not isinstance(shared, SharedRows):
             yield batch, batch
             return
         # The length of this mask tells the model the full row length. `mask` inserts the actual mask.
@@ -127,10 +129,11 @@ class SharedAttention(Attention):
         finally:
             self._rows = before
 
-    def check(self, state: Any, inputs: Any) -> bool:
-        if inputs.shared is not None:
-            _check_sharing(state, inputs, inputs.shared, self.comm)
-        return inputs.shared is not None
+    def check(self, host: Host, head: BaseModelHead | None, shared: attention.SharedRows | None) -> bool:
+        if not isinstance(shared, SharedRows):
+            return False
+        _check_sharing(self, host, head, shared)
+        return True
 
     def mask(self, config: Any, **options: Any) -> Any:
         """Return the mask from the model's own mask function, for whole rows inside `over`."""
@@ -286,14 +289,14 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
     )
 
 
-def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, comm: Comm) -> None:
+def _check_sharing(own: SharedAttention, host: Host, head: BaseModelHead | None, shared: SharedRows) -> None:
     """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
 
     Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
     transformers interface, or if the loss is not a mean over tokens.
     """
-    head, size = inputs.head, state.attention.size
-    name = type(state.model).__name__
+    comm, size = own.comm, own.size
+    name = type(host.model).__name__
     if head is None:
         raise ConfigError(
             f"train.sequence_parallel is {size}, but the loss of {name} is not a mean over tokens with shifted "
@@ -302,19 +305,19 @@ def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, c
         )
 
     def hidden_states(batch: Batch) -> torch.Tensor:
-        output: Any = head.base_output(lambda: state.model(**select_inputs(state.model, batch, None)))
+        output: Any = head.base_output(lambda: host.model(**select_inputs(host.model, batch, None)))
         return output["last_hidden_state"].float()
 
     difference, distance = "", 0.0
-    most = tolerance(OTHER_ORDER, [next(state.model.parameters())]).token
-    with isolated(state), in_eval_mode(state.model):
-        copy_to_device = state.device.copy_to_device
+    most = tolerance(OTHER_ORDER, [next(host.model.parameters())]).token
+    with isolated(host), in_eval_mode(host.model):
+        copy_to_device = host.device.copy_to_device
         own_sample, shared_sample = share_rows(shared.sample, None, comm)
-        state.attention.begin_pass(shared_sample.needs_mask)
+        own.begin_pass(shared_sample.needs_mask)
         try:
             whole_sample, own_sample = (map_tensors(copy_to_device, each) for each in (shared.sample, own_sample))
             expected = hidden_states(whole_sample)
-            with state.attention.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
+            with own.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
                 actual = hidden_states(model_batch)
             expected = expected[:, comm.rank * actual.shape[1] :][:, : actual.shape[1]]  # without filler tokens
             actual = actual[:, : expected.shape[1]]
@@ -323,13 +326,13 @@ def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, c
                 # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
                 distance = float(max(token_errors.mean(), token_errors.mean(0).max() / _ROUNDING_OF_ONE))
             if distance > most:
-                difference = f"tokens differ by {distance:.1g} of their norm on rank {state.comm.rank}"
+                difference = f"tokens differ by {distance:.1g} of their norm on rank {host.comm.rank}"
         except ENGINE_ERRORS:
             raise
         except Exception as error:  # same error on all ranks in the group, after equal exchanges
-            state.runner.has_failed = False
+            host.runner.has_failed = False
             difference = f"{type(error).__name__}: {error}".splitlines()[0]
-    difference = next(filter(None, state.comm.gather_objects(difference, "trial run with shared sequences")), "")
+    difference = next(filter(None, host.comm.gather_objects(difference, "trial run with shared sequences")), "")
     if difference:
         raise ConfigError(
             f"train.sequence_parallel is {size}, but {name} gives other results on shared sequences than on whole "

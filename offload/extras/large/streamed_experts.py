@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.stages import Stage
+from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.extras.large.adapted_experts import ExpertAdapters, Factors, matrices
@@ -289,28 +289,28 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 class ExpertStreams(Stage):
     """Expert streaming for all layers of an engine. Left out if experts are fetched whole."""
 
-    def __init__(self, inner: Stage, experts: Sequence[Unit], state: Any) -> None:
-        """The device memory of the plan holds two records with overlap, else one. `state`: the `EngineState`."""
+    def __init__(self, inner: Stage, experts: Sequence[Unit], host: Host) -> None:
+        """The device memory of the plan holds two records with overlap, else one."""
         super().__init__(inner)
         self._original_implementations: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs
         # Experts may be stored on the device; then the slots take no memory.
         slots = Slots(
-            state.store,
-            state.deferred_updates,
-            slot_bytes=state.plan.of("device", EXPERT_SLOT).num_bytes,
+            host.store,
+            host.deferred_updates,
+            slot_bytes=host.plan.of("device", EXPERT_SLOT).num_bytes,
             slot_name=EXPERT_SLOT,
-            decoder=state.slots.weight_decoder,
+            decoder=host.slots.weight_decoder,
         )
-        stream = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1)
-        adapters = [ExpertAdapters.over(unit.name, unit.places, state.model) for unit in experts]
+        stream = RecordStream(slots, host.lanes, host.counters, 2 if host.plan.overlap else 1)
+        adapters = [ExpertAdapters.over(unit.name, unit.places, host.model) for unit in experts]
         self._streamed = [
-            StreamedExperts(unit, state.runner, stream, state.comm, over)
+            StreamedExperts(unit, host.runner, stream, host.comm, over)
             for unit, over in zip(experts, adapters, strict=True)
         ]
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
-        return cls(inner, [unit for unit in state.units if unit.in_records], state)
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
+        return cls(inner, [unit for unit in host.units if unit.in_records], host)
 
     def divert(self) -> None:
         super().divert()

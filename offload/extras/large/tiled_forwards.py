@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
+from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, ForwardRunner, Use
 from offload.errors import ConfigError, warn
 from offload.extras.large.compiled_forwards import build_key
 from offload.extras.large.row_trials import RowTrials
@@ -40,8 +40,8 @@ class TiledForwards(Stage):
         self._has_warned = False
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
-        tile, room_bytes = settings.sequence_tile, state.plan.device_room_bytes
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
+        tile, room_bytes = settings.sequence_tile, host.plan.device_room_bytes
         if tile == "auto" and room_bytes is None:
             return inner
         return cls(inner, tile if isinstance(tile, int) else None, room_bytes)

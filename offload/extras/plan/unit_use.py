@@ -21,8 +21,8 @@ from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.engine.units.saved_inputs import KeptOutputs
-from offload.engine.units.stages import Use
 from offload.engine.units.trial import Trial
+from offload.engine.units.use import Use
 from offload.extras.large.kept_products import ProductsForward
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from offload.accelerators import multiplies_fp8, own_accelerator
 from offload.engine.units.find import find_blocks
-from offload.engine.units.stages import Stage
+from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import CutLayer
 from offload.errors import ConfigError
 from offload.extras.quant.casts import ScaledMatrix, to_fp8
@@ -126,7 +126,7 @@ class Fp8Products(Stage):
         self._undo = ExitStack()
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+    def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
         accelerator = own_accelerator(settings.device)
         if accelerator is not None and accelerator.lacks_fp8:
             raise ConfigError(
@@ -134,17 +134,17 @@ class Fp8Products(Stage):
                 "--train.matmul precision."
             )
         # Before the first step: a model without these layers would silently train in bf16.
-        layers = _check_layers(state.model, settings)
-        for unit in state.units:
+        layers = _check_layers(host.model, settings)
+        for unit in host.units:
             if isinstance(unit, CutLayer) and unit.module in layers:
                 raise ConfigError(
                     f"train.matmul is {settings.matmul}, but {unit.name} is larger than the device memory per unit and "
                     "is split into row blocks, and scales need the whole weight: raise --offload.device_memory, or set "
                     "--train.matmul precision."
                 )
-        way = "" if multiplies_fp8(state.device.torch_device.type) else ", emulated in fp32 on this device (slow)"
+        way = "" if multiplies_fp8(host.device.torch_device.type) else ", emulated in fp32 on this device (slow)"
         text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul}){way}"
-        return cls(inner, state.model, settings, text)
+        return cls(inner, host.model, settings, text)
 
     @classmethod
     def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
