@@ -115,12 +115,10 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
     is_cpu = machine["device"] == "cpu"
     moved = {name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items() if name.endswith("bytes_per_s") and rate}
     flops = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in rates["flops_per_s"].items())
+    within = " (copies within memory)" if is_cpu else ""
+    both_ways = f"{moved['both_ways_bytes_per_s']}{within}"
     rows = [
-        (
-            "links",
-            f"up {moved['h2d_bytes_per_s']}, down {moved['d2h_bytes_per_s']}, both at once "
-            f"{moved['both_ways_bytes_per_s']}" + (" (copies within memory)" if is_cpu else ""),
-        ),
+        ("links", f"up {moved['h2d_bytes_per_s']}, down {moved['d2h_bytes_per_s']}, both at once {both_ways}"),
         ("in place", f"{moved['host_bytes_per_s']} of the host's memory read and written by all cores"),
         ("products", f"{flops}; {rates['launch_s'] * 1e6:.3g} us to begin an operation"),
     ]
@@ -138,11 +136,9 @@ def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
     names = {"update": "AdamW on the host", "h2d": "weights up", "d2h": "gradients down"}
     names |= {"nvme_read": "reading from disk", "nvme_write": "writing to disk"}
     parts = ", ".join(f"{names[lane]} {seconds:.3g} s" for lane, seconds in bounds["seconds"].items())
-    hides = (
-        f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more tokens"
-        if about["hardware"]["device"] != "cpu" or bounds["lane"] in DISK_LANES
-        else "nothing hides it, because the same cores compute"
-    )
+    hides = "nothing hides it, because the same cores compute"
+    if about["hardware"]["device"] != "cpu" or bounds["lane"] in DISK_LANES:
+        hides = f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more tokens"
     return [
         ("bounds", "\n".join(sorted((limit["text"] for limit in about["limits"]), key=about["bound_by"].__ne__))),
         ("a step", f"of 1e9 parameters in {bounds['precision']}, offloaded: {parts}"),

@@ -144,9 +144,9 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     machines = prediction.hardware.num_machines
     ranks = ""
     if prediction.total_ranks > 1:
-        replicas = (
-            f" on {machines} machines, with {prediction.num_replicas} copies of the model" if machines > 1 else ""
-        )
+        replicas = ""
+        if machines > 1:
+            replicas = f" on {machines} machines, with {prediction.num_replicas} copies of the model"
         ranks = f", {counted(prediction.total_ranks, 'rank')}{replicas}; of one of them:"
     length = int(prediction.config.data.sequence_length or 0)
     rows = f"{counted(prediction.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"

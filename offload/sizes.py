@@ -41,4 +41,6 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
 
 def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
     """Return "auto", or a number of bytes like `parse_size`."""
-    return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    return parse_size(value, key)

@@ -192,9 +192,10 @@ class Manifest(BaseModel):
             # Before the fields are checked: a later version may have others.
             if format_name != _FORMAT or version != _VERSION:
                 newer = isinstance(version, int) and version > _VERSION
+                advice = "; use the newer program that wrote it" if newer else ""
                 raise CheckpointError(
                     f"{path} has the format {format_name} version {version}, but this program reads {_FORMAT} version "
-                    f"{_VERSION}" + ("; use the newer program that wrote it." if newer else "."),
+                    f"{_VERSION}{advice}.",
                     path,
                 )
             manifest = cls.model_validate(fields)
@@ -227,8 +228,10 @@ class Manifest(BaseModel):
                 if stored.dtype not in DTYPE_OF:
                     raise ValueError(f"{label} has the unknown dtype {stored.dtype!r}")
                 width = DTYPE_OF[stored.dtype].itemsize
-                per_block = -(-math.prod(parameter.shape) // stored.block)
-                _check_cover(label, stored.slices, per_block if stored.numel is None else stored.numel)
+                numel = stored.numel
+                if numel is None:
+                    numel = -(-math.prod(parameter.shape) // stored.block)
+                _check_cover(label, stored.slices, numel)
                 for begin, end, file_name, offset in stored.slices:
                     num_bytes = (end - begin) * width
                     if file_name not in self.files or offset + num_bytes > self.files[file_name].num_bytes:

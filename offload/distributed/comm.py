@@ -199,7 +199,9 @@ class Comm:
         """Return the float64 sum over ranks, in rank order. A number list gives a list, equal on all ranks; a flat
         float64 device tensor gives a new tensor.
         """
-        return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
+        if isinstance(values, torch.Tensor):
+            return values.clone()
+        return [float(value) for value in values]
 
     def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
         """Fill a flat tensor with any dtype, on host or device, with the data from rank `source`."""
@@ -275,5 +277,7 @@ def _check(full: torch.Tensor, shard: torch.Tensor, size: int, operation: str) -
 
 def digest(value: Any) -> int:
     """Hash `value` (dicts, lists, numbers, strings, bytes) to a signed 64-bit number."""
-    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
+    data = value
+    if not isinstance(value, bytes):
+        data = json.dumps(value, sort_keys=True, default=repr).encode()
     return xxhash.xxh64_intdigest(data) - (1 << 63)  # in the range of int64, to travel in a tensor

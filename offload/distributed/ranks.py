@@ -179,7 +179,9 @@ class Ranks(Comm):
         self._owns_default = owns_default  # the default process group, to be destroyed at the end
         self._address = address
         # The watchdog ends a hang; gloo and NCCL must not time out earlier.
-        self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
+        self._timeout = timedelta(days=7)
+        if times.stall_s is not None:
+            self._timeout = timedelta(seconds=times.stall_s + 600)
 
         # Until there is a watchdog.
         deadline = time.monotonic() + times.start_s
@@ -275,7 +277,9 @@ class Ranks(Comm):
         self.local_rank = local_ranks.index(self.rank)
         self.local_size = len(local_ranks)
         self.local_gpus = [addresses[rank][2][1] for rank in local_ranks]
-        return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in addresses]
+        if self.local_size == self.size:
+            return [LOOPBACK] * self.size
+        return [address for _, address, *_ in addresses]
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -299,8 +303,12 @@ class Ranks(Comm):
                 f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
             )
         with self._exchange(operation, full.numel()):
-            chunks = scratch, pieces_of(full, self.size), self.rank
-            self._reduce(shard, _Chunks(*chunks) if coding is None else _CodedChunks(*chunks, coding))
+            pieces = pieces_of(full, self.size)
+            if coding is None:
+                chunks = _Chunks(scratch, pieces, self.rank)
+            else:
+                chunks = _CodedChunks(scratch, pieces, self.rank, coding)
+            self._reduce(shard, chunks)
 
     def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
         """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes

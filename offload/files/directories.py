@@ -152,4 +152,6 @@ def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
 
 def reason_of(error: Exception) -> str:
     """Return the system text for an errno, or the message of the exception."""
-    return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    if isinstance(error, OSError) and error.errno:
+        return errno_text(error.errno)
+    return str(error)

@@ -187,7 +187,9 @@ class Lanes:
         """Prepare the current lane thread before the first work: select the device."""
 
     def delays(self, name: str) -> random.Random | None:
-        return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")
+        if self._delay_seed is None:
+            return None
+        return random.Random(f"{self._delay_seed} {name}")
 
     # -- compute ---------------------------------------------------------------------------------------------
 

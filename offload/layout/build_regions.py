@@ -71,7 +71,9 @@ def build_regions(
             for number, members in enumerate(bins)
             for position, piece in enumerate(members)
         ]
-        suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
+        suffix = ""
+        if compute != "bf16" and any(p.compute == "bf16" for p in parameters):  # not a run in fp32 alone
+            suffix = " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
         if not trainable:
             suffix += f" ({', '.join(filter(None, ('frozen', codec.title)))})"

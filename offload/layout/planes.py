@@ -133,11 +133,13 @@ def table(
     used = DTYPES[compute]
     stored_dtype, width = codec.storage_format(used)
     codes_dtype, link_width = link.storage_format(used)
+    stale = (Plane(STALE, used, "parameters"),) if delays else ()
     codes = (Plane(CODES, codes_dtype, "parameters", link.block, link_width),) if link.decodes else ()
+    state = "optimizer" if codes else "parameters"  # beside codes, only updates read the weights
     planes = (
-        *([Plane(STALE, used, "parameters")] if delays else ()),
+        *stale,
         *codes,
-        Plane("weights", stored_dtype, "optimizer" if codes else "parameters", codec.block, width),
+        Plane("weights", stored_dtype, state, codec.block, width),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", used, "gradients"),

@@ -97,7 +97,9 @@ class Residence:
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return the planes next to the weights in the slot, for the update there."""
-        return (region.plane("low"),) if region.has_low and self.row(region).update == SLOT else ()
+        if not (region.has_low and self.row(region).update == SLOT):
+            return ()
+        return (region.plane("low"),)
 
     def slot_bytes(self, region: Region) -> int:
         """Return the bytes of a region in a slot."""
@@ -139,10 +141,10 @@ class Residence:
 
     def enlarge_tiles(self, factor: int) -> Residence:
         """Return a table with tiles `factor` times as large, except for model files."""
-        rows = {
-            index: row if FILES in row.tiers.values() else replace(row, tile_numel=row.tile_numel * factor)
-            for index, row in self.rows.items()
-        }
+        rows = dict(self.rows)
+        for index, row in self.rows.items():
+            if FILES not in row.tiers.values():
+                rows[index] = replace(row, tile_numel=row.tile_numel * factor)
         return replace(self, rows=rows)
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:

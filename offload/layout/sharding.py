@@ -117,7 +117,9 @@ class Sharding:
 
     def error_bytes(self, region: Region) -> int:
         """Return the bytes for gradient quantization errors on this rank."""
-        return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients.decodes else 0
+        if not (region.trainable and self.gradients.decodes):
+            return 0
+        return ERROR.num_bytes(region.numel // self.size)
 
     def plane_bytes(self, region: Region, plane: Plane) -> int:
         """Return the bytes of a plane on this rank."""

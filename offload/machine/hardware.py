@@ -68,13 +68,17 @@ class Rates:
     def attention(self, precision: str) -> float:
         """Return the rate of fused attention in FLOP/s."""
         measured = (self.attention_flops_per_s or {}).get(precision)
-        return _ATTENTION_SHARE * self.flops_per_s[precision] if measured is None else measured
+        if measured is None:
+            return _ATTENTION_SHARE * self.flops_per_s[precision]
+        return measured
 
     @property
     def elementwise(self) -> float:
         """Rate of elementwise kernels in bytes per second."""
         measured = self.moved_bytes_per_s
-        return _MOVED_SHARE * self.device_bytes_per_s if measured is None else measured
+        if measured is None:
+            return _MOVED_SHARE * self.device_bytes_per_s
+        return measured
 
     @property
     def disk_share(self) -> float:

@@ -167,7 +167,9 @@ class IoEngine:
         """
         self._check_open()
         path = Path(path)
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if num_bytes is not None else 0)
+        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+        if num_bytes is not None:
+            flags |= os.O_CREAT
         why_buffered = ""
         try:
             try:

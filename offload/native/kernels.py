@@ -95,12 +95,16 @@ def describe() -> dict[str, Any]:
 
 def stored(states: Mapping[str, torch.Tensor], name: str) -> Any:
     """Return a moment in kernel form: the plane, or the int8 plane with the scale plane."""
-    return (states[name], states[f"{name}_scale"]) if f"{name}_scale" in states else states[name]
+    if f"{name}_scale" in states:
+        return (states[name], states[f"{name}_scale"])
+    return states[name]
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
-    return (states["weights"], states["low"]) if "low" in states else states["weights"]
+    if "low" in states:
+        return (states["weights"], states["low"])
+    return states["weights"]
 
 
 def adamw(
@@ -439,12 +443,13 @@ def _update(
         first = tensor(name, weights, dtypes)
         low = None if lo is None else tensor("lo", lo, BITS16, first)
         blocks = -(-first.numel() // BLOCK)
-        checked = [
-            (tensor(name, moment[0], UINT8, first), tensor(f"{name} scale", moment[1], FP32, first, blocks))
-            if isinstance(moment, tuple)
-            else tensor(name, moment, _MOMENTS[states], first)
-            for name, moment in moments.items()
-        ]
+        checked: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
+        for name, moment in moments.items():
+            if isinstance(moment, tuple):
+                codes = tensor(name, moment[0], UINT8, first)
+                checked.append((codes, tensor(f"{name} scale", moment[1], FP32, first, blocks)))
+            else:
+                checked.append(tensor(name, moment, _MOMENTS[states], first))
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
         arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
         count = None if on_cpu(weights) else device_update.update(function, states, arguments, _update)

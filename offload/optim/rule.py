@@ -329,7 +329,9 @@ class StoredMoments(UpdateRule):
     @property
     def others(self) -> tuple[UpdateRule, ...]:
         whole: Any = self  # the instance is a dataclass
-        return (replace(whole, states="fp32", groups=()),) if self.states == "int8" else ()
+        if self.states != "int8":
+            return ()
+        return (replace(whole, states="fp32", groups=()),)
 
     def choose_other(self, parameter: ParameterTraits) -> int | None:
         is_kept = parameter.is_embedding or math.prod(parameter.shape) < LEAST_NUMEL

@@ -77,8 +77,10 @@ def update_tile(
         else:
             num_nonfinite = rule.correct(states, gradients[span], by, applied_scale)
         encode(state.region, planes, span)
-        # 0 + num_nonfinite: a launch
-        num_wrong = num_nonfinite if isinstance(num_wrong, int) and not num_wrong else num_wrong + num_nonfinite
+        if isinstance(num_wrong, int) and not num_wrong:  # the sum 0 + a tensor would be a launch
+            num_wrong = num_nonfinite
+        else:
+            num_wrong = num_wrong + num_nonfinite
     return num_wrong
 
 

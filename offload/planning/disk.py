@@ -79,7 +79,9 @@ def lay_out(
     # The chosen planes may need smaller rings than everything on disk; a second pass distributes the difference.
     num_bytes = sum(ring_bytes(first, regions).values())
     better = place_beside(num_bytes)
-    return better if sum(ring_bytes(better, regions).values()) <= num_bytes else first
+    if sum(ring_bytes(better, regions).values()) <= num_bytes:
+        return better
+    return first
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class _States:
         if self.host_bytes is None:
             return None
         in_memory = [state for state in _STATE_KINDS if tiers[state] != DISK]
-        staging = 0 if self.keeps_gradients or tiers["gradients"] == DISK else self.staging_bytes
+        staging = self.staging_bytes
+        if self.keeps_gradients or tiers["gradients"] == DISK:  # their own planes, or a ring
+            staging = 0
         sizes = (self._bytes(region, in_memory, self.keeps_gradients) for region in self.regions)
         return self.host_bytes - staging - sum(sizes)
 
@@ -148,7 +152,8 @@ class _States:
             if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
                 update = SLOT
             if tiers or update:
-                rows[region.index] = Row(tiers, tile_numel if has_records or update == DEVICE else 0, update)
+                moves_in_tiles = has_records or update == DEVICE
+                rows[region.index] = Row(tiers, tile_numel if moves_in_tiles else 0, update)
         return Residence(rows, self.sharding)
 
     def _stays(self, region: Region, plane: Plane) -> bool:

@@ -55,13 +55,17 @@ class Speeds:
     def update(self, *, on_device: bool) -> float:
         """Return the update rate in bytes read and written per second."""
         rates = self.hardware.rates
-        return rates.elementwise if on_device else rates.host_bytes_per_s / self.num_ranks
+        if on_device:
+            return rates.elementwise
+        return rates.host_bytes_per_s / self.num_ranks
 
     def link(self, *, is_up: bool) -> float | None:
         """Return the H2D or D2H rate in bytes per second. None: copies take no time."""
         if self.hardware.device == "cpu":
             return None
-        return self.hardware.rates.h2d_bytes_per_s if is_up else self.hardware.rates.d2h_bytes_per_s
+        if is_up:
+            return self.hardware.rates.h2d_bytes_per_s
+        return self.hardware.rates.d2h_bytes_per_s
 
     def flops(self, precision: str) -> float:
         """Return the matrix product rate in FLOP/s for "fp32" or "bf16"."""

@@ -168,7 +168,9 @@ def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     In fp32, two pieces per rank plus a sum and a term. Small shards use a quarter of a shard per piece.
     """
     largest = max((region.numel // sharding.size for region in regions if region.trainable), default=0)
-    return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
+    if sharding.size <= 1:
+        return 0
+    return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest)
 
 
 def replica_sum_bytes(regions: Sequence[Region], stagings: int, residence: Residence) -> tuple[int, int]:
@@ -380,9 +382,12 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         stays = f"{SLOT} (all units stay)" in names
         states = {name for name in names if not name.startswith(_PASSING)}
         parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
-        lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
-        advice += [f"move states off the device with {lower}"] if lower else []
-        advice += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
+        optimizer = "--offload.optimizer cpu" if states else ""
+        lower = " ".join(filter(None, [parameters, optimizer]))
+        if lower:
+            advice.append(f"move states off the device with {lower}")
+        if UPDATE_RING in names:
+            advice.append("update states on the host with --offload.update cpu")
     else:
         advice = [f"keep states off the disk with {_move_flags(_names(plan, tier), HOST)}", *_bf16_advice(plan, tier)]
     return _join_advice(advice)
@@ -419,7 +424,9 @@ def _bf16_advice(plan: Sequence[Allocation], tier: str) -> list[str]:
     """Return the bf16 advice if bf16 saves memory on the tier: gradients halve, states stay the same size."""
     has_gradients = not {"gradients", STAGING}.isdisjoint(_names(plan, tier))
     is_split = any(allocation.name == "low" for allocation in plan)
-    return ["train with --train.precision bf16"] if has_gradients and not is_split else []
+    if not (has_gradients and not is_split):
+        return []
+    return ["train with --train.precision bf16"]
 
 
 def _names(plan: Sequence[Allocation], tier: str) -> set[str]:

@@ -125,7 +125,9 @@ class Plan:
     @property
     def device_room_bytes(self) -> int | None:
         """Device bytes left by the plan; None: no limit."""
-        return None if self.device_bytes is None else self.device_bytes - bytes_on(DEVICE, self.allocations)
+        if self.device_bytes is None:
+            return None
+        return self.device_bytes - bytes_on(DEVICE, self.allocations)
 
     def describe_updates(self, regions: Sequence[Region]) -> str:
         """Return a message about update placement; empty if all updates run on the host."""
@@ -165,14 +167,12 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
     files = ""
     if in_files := residence.indices_on(FILES):
         size = sum(region.travelling_bytes for region in regions if region.index in in_files)
+        way = "through the page cache, which is large enough"
+        if residence.file_staging_bytes:
+            way = "bypassing the page cache"
         files = (
             f"frozen weights of {format_bytes(size)} are read from the model's own files, at most "
-            f"{format_bytes(2 * size)} a step (once for the forward, once for the backward), "
-            + (
-                "bypassing the page cache"
-                if residence.file_staging_bytes
-                else "through the page cache, which is large enough"
-            )
+            f"{format_bytes(2 * size)} a step (once for the forward, once for the backward), {way}"
         )
     quantized: dict[str, list[Region]] = {}
     for region in regions:
@@ -190,8 +190,10 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
     small = [info for info in others if not info.can_be_quantized]
     stacked = [info for info in small if info.by_expert and info.is_vector]
     named = _without_layer_numbers(info.name for info in others if info.can_be_quantized)
-    named += [f"{counted(len(stacked), 'stack')} of expert vectors"] if stacked else []
-    named += [f"{len(small) - len(stacked)} vectors and small matrices"] if len(small) > len(stacked) else []
+    if stacked:
+        named.append(f"{counted(len(stacked), 'stack')} of expert vectors")
+    if len(small) > len(stacked):
+        named.append(f"{len(small) - len(stacked)} vectors and small matrices")
     return "; ".join([*filter(None, [files]), *parts, f"others unquantized: {', '.join(named) or 'none'}"])
 
 
@@ -205,7 +207,9 @@ def _without_layer_numbers(names: Iterable[str]) -> list[str]:
 
 def num_replicas(settings: Settings, comm: Comm) -> int:
     """Return the number of replicas."""
-    return comm.num_machines if settings.replicas == "auto" else int(settings.replicas)
+    if settings.replicas == "auto":
+        return comm.num_machines
+    return int(settings.replicas)
 
 
 def gradient_codec(settings: Settings, comm: Comm) -> Codec:
@@ -432,7 +436,9 @@ def _device_room(request: _Request, residence: Residence, update: str) -> tuple[
 def _activation_rings(request: _Request) -> dict[str, int]:
     placement = request.settings.placement
     has_ring = DISK in (placement.activations, placement.graphs)
-    return activation_ring_bytes(request.regions, placement.budget(HOST)) if has_ring else {}
+    if not has_ring:
+        return {}
+    return activation_ring_bytes(request.regions, placement.budget(HOST))
 
 
 def size_transfers(request: _Request, residence: Residence) -> Transfers:
@@ -493,10 +499,10 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     residence = choose_residence(beside, common, update)
     on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
     if request.settings.delay and (on_disk or residence.common == DEVICE):
+        place = "on the device" if residence.common == DEVICE else "on disk"
         raise ConfigError(
             "train.delay is 1, which needs the weights before and after an update in host memory, but they are stored "
-            f"{'on the device' if residence.common == DEVICE else 'on disk'}: set --train.delay 0, or "
-            "--offload.parameters cpu --offload.optimizer cpu (or nvme)."
+            f"{place}: set --train.delay 0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
         )
     transfers = size_transfers(beside, residence)
     allocations = request.allocations(residence, transfers)

@@ -157,7 +157,9 @@ class Settings:
         if self.delay:
             return "train.delay 1 keeps the weights from before an update on the host"
         whole = next((type(rule).__name__ for rule in self.optimizer.parts if rule.by_matrix), "")
-        return f"{whole} updates whole parameters, which cannot be streamed in pieces" if whole else ""
+        if not whole:
+            return ""
+        return f"{whole} updates whole parameters, which cannot be streamed in pieces"
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:
@@ -173,7 +175,9 @@ class Settings:
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
         """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""
         limit = parse_chunks(self.head_chunk_bytes, "train.head_chunk_bytes")
-        return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE) if isinstance(limit, str) else limit
+        if isinstance(limit, str):
+            return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE)
+        return limit
 
     @property
     def skips(self) -> bool:
@@ -218,7 +222,9 @@ def settle_compile(
     is a compilation.
     """
     is_eager = sequence_parallel > 1 or recompute == "products" or has_many_lengths
-    return "never" if experts == "streamed" or (is_eager and compiles == "auto") else compiles
+    if experts == "streamed" or (is_eager and compiles == "auto"):
+        return "never"
+    return compiles
 
 
 def _check_rule(rule: Any) -> None:
@@ -258,7 +264,9 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
                     f"{', '.join(_THROTTLE_KEYS)}."
                 )
         bandwidth = fields.get("bandwidth")
-        rate = float(bandwidth) if isinstance(bandwidth, float) else parse_size(bandwidth, f"{key}.bandwidth")
+        rate = bandwidth
+        if not isinstance(bandwidth, float):
+            rate = parse_size(bandwidth, f"{key}.bandwidth")
         latency = fields.get("latency_seconds", 0.0)
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth must be more than 0 bytes per second.")

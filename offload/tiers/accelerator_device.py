@@ -42,9 +42,10 @@ class _Staging:
         if len(free) >= _MOST_STAGED:  # a host far ahead would otherwise pin ever more memory
             free[0][1].synchronize()
         ready = next((number for number, (_, event) in enumerate(free) if event.query()), None)
-        memory = (
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if ready is None else free.pop(ready)[0]
-        )
+        if ready is None:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            memory = free.pop(ready)[0]
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def give_back(self, staged: torch.Tensor, event: torch.Event) -> None:

@@ -94,8 +94,9 @@ class WatchedFile:
         if not target:
             return
         memory = torch.frombuffer(target, dtype=torch.uint8)
-        # A partial last block cannot be read directly.
-        num_whole = self._mark[2] // ALIGNMENT_BYTES * ALIGNMENT_BYTES if self._direct is not None else 0
+        num_whole = 0
+        if self._direct is not None:  # a partial last block cannot be read directly
+            num_whole = self._mark[2] // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         border = min(max(num_whole - offset, 0), len(memory))
         try:
             if border:

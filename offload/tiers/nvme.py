@@ -316,7 +316,9 @@ class Nvme:
     def room_bytes(self) -> int:
         """Bytes left in the disk budget."""
         budget = self._ledger.budget_bytes
-        return sys.maxsize if budget is None else budget - self._ledger.current_bytes
+        if budget is None:
+            return sys.maxsize
+        return budget - self._ledger.current_bytes
 
     def extent(self, num_bytes: int) -> tuple[Stripes, int]:
         """Reserve disk space for an activation checkpoint. Returns (file, offset). Raises DoesNotFitError

@@ -174,7 +174,8 @@ class Slots:
             flat = planes.pop("weights")
             begin += self._slot_sizes[region]
             self._deferred.start(region)
-            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
+            co_fetched = planes if slot.is_whole else {}
+            tickets += self._copy_to_device(region, flat, users, is_ahead, co_fetched)
         slot.fence.record_writer(*tickets)
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
@@ -319,7 +320,9 @@ class Slots:
         """Return the device addresses for a cargo in use."""
         slot = self._valid_slots.get(cargo)
         begin = self._device.address(self._memory)
-        return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
+        if slot is None:
+            return range(0)
+        return range(begin + slot.begin, begin + slot.end)
 
     def view(
         self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]

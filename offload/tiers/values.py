@@ -104,7 +104,10 @@ class Values:
                 flat = read(begin, end)
             else:
                 numel = align(end - begin, block) // block * width
-                flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(numel, dtype=dtype)
+                if source == self.comm.rank:
+                    flat = read(begin, end).cpu()
+                else:
+                    flat = torch.empty(numel, dtype=dtype)
                 self.comm.broadcast(flat, source, f"first weights of {info.name}")
             # The sum is one read; the count of elements only for the message.
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
@@ -145,9 +148,9 @@ class Values:
         values = torch.empty(end - begin, dtype=dtype)
         for planes, in_tile, in_range in self.open_tiles(parameter, *names, begin=begin, end=end):
             weights = region.codec.read(planes["weights"], in_tile, region.dtype)
-            values[in_range] = (
-                kernels.join(weights, self._device.to_host(planes["low"][in_tile])) if "low" in planes else weights
-            )
+            if "low" in planes:
+                weights = kernels.join(weights, self._device.to_host(planes["low"][in_tile]))
+            values[in_range] = weights
         return self._complete(parameter, begin, values)
 
     def read_local(self, parameter: int) -> torch.Tensor:
@@ -209,7 +212,10 @@ class Values:
         for _, state, position in self._pieces[parameter]:
             state.steps[position] = num_steps
             for name, values in state.factors_of(position).items():
-                values.copy_(flat[name]) if flat else values.zero_()
+                if flat:
+                    values.copy_(flat[name])
+                else:
+                    values.zero_()
 
     def prune_moments(self, parameter: int, share: float) -> None:
         """Set the smallest elements, a fraction `share` (1: all), in each of a parameter's moments and factors to zero.
@@ -293,9 +299,14 @@ class Values:
 def _threshold(values: torch.Tensor, share: float) -> float:
     """Return the magnitude up to which the fraction `share` of all values lies; infinity for all."""
     number = 1 + int(share * (values.numel() - 1))
-    return math.inf if share == 1 else float(values.abs().float().view(-1).kthvalue(number).values)
+    if share == 1:
+        return math.inf
+    return float(values.abs().float().view(-1).kthvalue(number).values)
 
 
 def _prune(values: torch.Tensor, threshold: float) -> None:
     """Set elements with magnitude up to `threshold` to zero."""
-    values.zero_() if threshold == math.inf else values.masked_fill_(values.abs() <= threshold, 0)
+    if threshold == math.inf:
+        values.zero_()
+    else:
+        values.masked_fill_(values.abs() <= threshold, 0)
