@@ -67,6 +67,7 @@ class Options:
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.generate", description=DESCRIPTION)
     _check(options)
+    # -1: measured below, because torch is needed for it.
     memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
     prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
     prompts = _typed_lines() if prompt is None else iter([as_utf8(prompt, "--prompt")])

@@ -66,6 +66,7 @@ def _fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> tupl
     from offload.extras.plan.alternatives import place, place_or_fix
 
     rows = config.train.batch_size // forecaster.num_ranks
+    # Equal micro-batches, the largest first.
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     tried = [config.with_resolved(train__micro_batch_size=size) for size in sizes]
     for each in [config] if config.train.micro_batch_size else tried:

@@ -60,7 +60,8 @@ def share_outcome(comm: Comm, failure: Exception | None, operation: str) -> None
     comm = comm.world
     if failure is not None and comm.size == 1:
         raise failure
-    errors = comm.gather_objects(None if failure is None else _describe(failure), f"outcome of {operation}")
+    described = None if failure is None else _describe(failure)
+    errors = comm.gather_objects(described, f"outcome of {operation}")
     for rank, error in enumerate(errors):
         if error is not None:
             error_class, text, *rest = error

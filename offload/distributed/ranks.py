@@ -255,7 +255,9 @@ class Ranks(Comm):
 
         A rank may see all GPUs on the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
         """
-        own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
+        own: Any = (None, None)  # identity and PCI address of the GPU
+        if self.device.type != "cpu":
+            own = open_accelerator(self.device).hardware
         probe = NamespaceSocket(self.size)
         try:
             addresses = self.gather_objects((probe.name, address, own, socket.gethostname()), "exchange of addresses")

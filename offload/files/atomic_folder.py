@@ -43,6 +43,7 @@ def clear(parent: Path) -> list[Path]:
             if leftover[2] == "replaced" and not (target := parent / leftover[1]).exists():
                 path.rename(target)  # the process ended between the two renames in `replace_folder`
                 continue
+            # The lock of a living process raises BlockingIOError.
             with _lock_of(path) if leftover[2] == "partial" else contextlib.nullcontext():
                 remove(path)
             removed.append(path)
@@ -99,7 +100,7 @@ def replace_folder(path: Path, target: Path) -> Path | None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if _exchange(path, target):
-        return path
+        return path  # now the name of the old folder
     old = _sibling(target, "replaced")
     target.rename(old)  # `target` is absent until the next rename; after a crash here, `clear` restores the old folder
     try:

@@ -59,7 +59,7 @@ def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
     places: list[Path] = []
     for directory in dirs:
         place, status = _check_dir(str(directory))
-        key = (status.st_dev, status.st_ino)
+        key = (status.st_dev, status.st_ino)  # a directory may have several names
         if key in seen:
             raise ConfigError(
                 f"offload.nvme_dir has {seen[key]} and {directory}, which are the same directory, so striping would "
@@ -75,7 +75,7 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
     striped evenly over all directories.
     """
     share = -(-num_bytes // len(places))
-    on_disk: dict[int, list[Path]] = {}
+    on_disk: dict[int, list[Path]] = {}  # by file system: directories there share its space
     for place in places:
         on_disk.setdefault(place.stat().st_dev, []).append(place)
     for same_disk in on_disk.values():

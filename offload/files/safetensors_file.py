@@ -149,7 +149,7 @@ class TensorFile:
     def reopened_as(self, opened: ByteReader) -> TensorFile:
         """Return the same tensors over a reopened file. Raises ConfigError if the file was replaced, DiskError."""
         reopened = TensorFile(self.path, opened)
-        if reopened.entries != self.entries:
+        if reopened.entries != self.entries:  # the sources refer to places in the first one
             reopened.close()
             raise ConfigError(
                 f"{self.path} was replaced by another file while the model was built from it: begin again."

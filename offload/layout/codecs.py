@@ -142,7 +142,7 @@ class QuantizedCodec(Codec, ABC):
     def workspace(self, numel: int) -> Tensor:
         """Return a CPU workspace for decoding `numel` weights."""
         memory = torch.empty(self.workspace_bytes(numel), dtype=torch.uint8, device="cpu")
-        memory[: self.tables.nbytes] = self.tables
+        memory[: self.tables.nbytes] = self.tables  # `decode` looks for them there
         return memory
 
     @abstractmethod

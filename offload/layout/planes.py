@@ -99,7 +99,7 @@ class Factor:
         """Return the number of elements in this plane for a parameter with `shape`."""
         if len(shape) < 2:
             return math.prod(shape) if self.along == "elements" else 0
-        left_out = {"rows": -1, "columns": -2}.get(self.along)
+        left_out = {"rows": -1, "columns": -2}.get(self.along)  # the dimension without elements of its own
         if left_out is None:
             return 0
         return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)

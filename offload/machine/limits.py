@@ -143,7 +143,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield (version, folder) for each control group able to limit memory, from the process group upwards."""
     group_paths: dict[str, str] = {}
     for line in read_text(root / "proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
+        controllers, _, path = line.partition(":")[2].partition(":")  # version 2 names no controllers
         if path and (not controllers or "memory" in controllers.split(",")):
             version = "cgroup" if controllers else "cgroup2"
             group_paths[version] = path
@@ -153,6 +153,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
         if version not in group_paths or (version == "cgroup" and "memory" not in system[2].split(",")):
             continue
         point = root / mount[4].replace("\\040", " ").lstrip("/")
+        # The mount may begin inside the hierarchy, as in a container.
         below = os.path.relpath(group_paths[version], mount[3])
         if below.startswith(".."):  # a namespace or container mount hides the real path
             below = "."

@@ -104,7 +104,7 @@ def tensor(
     if not contiguous:
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
-    if dtype_name in FP32_OR_BF16 - FP32:
+    if dtype_name in FP32_OR_BF16 - FP32:  # numpy has the bits of bfloat16 as integers
         result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
     if like is not None and result.device != like.device:
         raise ConfigError(

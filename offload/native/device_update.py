@@ -95,7 +95,7 @@ def _find_difference(
     launch: Launch,
 ) -> str:
     """Compare a test update on the device with the C++ kernels, bit for bit. Waits for the device."""
-    n = 20 * BLOCK + 7
+    n = 20 * BLOCK + 7  # whole blocks, and a part of one
     words = torch.arange(4 * n, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_and_(0xFFFFFFFF).sub_(2**31)
     random_values = words.int().view(torch.float32)  # arbitrary bit patterns
     # typical training values

@@ -316,6 +316,7 @@ class _PythonEngine:
 
     def __init__(self, depth: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
+        # System calls release Python's lock, so the threads do overlap.
         self._pool = ThreadPoolExecutor(min(depth, _MOST_PYTHON_THREADS), thread_name_prefix="offload-io")
 
     def submit(self, is_write: bool, fd: int, offset: int, address: int, num_bytes: int) -> Future[_Outcome]:

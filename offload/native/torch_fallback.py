@@ -150,8 +150,9 @@ def correct_adamw(
     nothing_else = m == applied * lerp_weight
     m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
     factor = applied * one_minus_beta2
-    nothing_else = v <= factor * applied
+    nothing_else = v <= factor * applied  # the past was lost in rounding
     v.addcmul_(factor.neg(), applied)
+    # Then the smallest past that agrees with m, or the corrected step could be far too large.
     v.copy_(torch.where(nothing_else, (m * least_v_per_m2).mul_(m), v))
     m.addcmul_(scaled, weight1)
     v.addcmul_(scaled * one_minus_beta2, scaled)
@@ -175,7 +176,7 @@ def lion(
     scaled = grad.float() * grad_scale
     mix = (m * beta1).addcmul_(scaled, _scalar(one_minus_beta1, weight))  # without value: one fma
     m.mul_(beta2).addcmul_(scaled, _scalar(one_minus_beta2, weight))
-    weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))
+    weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))  # mix - mix is 0, or NaN: sign() would hide inf
 
 
 def sgd(

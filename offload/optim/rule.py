@@ -347,4 +347,5 @@ def check_number(key: str, value: Any, least: float = 0.0) -> None:
 
 def parameter_key(name: str, seed: int) -> int:
     """Return the hash for `UpdateStep.key`."""
+    # Of the name: neither the order of parameters nor a layout has an influence on random bits.
     return xxh3_64_intdigest(name.encode(), seed % 2**64)

@@ -56,13 +56,15 @@ def update_tile(
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
+    # Codes are made from the new weights, below.
     flats = [(name, flat, table[name]) for name, flat in planes.items() if name != CODES]
     for span, (steps, lr_scale, weight_decay, position) in alike_runs(state, tile, touched, infos, one_by_one):
         states = {}
         for name, flat, plane in flats:
             elements = span if plane.block == 1 else plane.cut(span)
             states[name] = flat[elements]
-        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
+        num_steps = steps + (applied_scale is None)  # a correction belongs to a step already counted
+        by = UpdateStep(num_steps, lr * lr_scale, weight_decay, scale)
         if position is not None:
             piece = state.region.pieces[position]
             info = infos[piece.parameter]

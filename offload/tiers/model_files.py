@@ -131,7 +131,7 @@ class WatchedFile:
 
         try:
             for number, begin in enumerate(range(first, stop, size)):
-                if len(pending) == _NUM_PIECES:
+                if len(pending) == _NUM_PIECES:  # the next read needs the memory of the oldest
                     take()
                 piece = self._pieces[number % _NUM_PIECES][: stop - begin]
                 pending.append((begin, piece, self._io.read(self._direct, begin, piece)))
@@ -153,7 +153,7 @@ class WatchedFile:
         else:
             if now == before:
                 return
-            if now[:2] != before[:2]:
+            if now[:2] != before[:2]:  # device and inode
                 change = "was replaced by another file"
             else:
                 cut = f"had {before[2]} bytes and now has {now[2]}"

@@ -219,7 +219,7 @@ class Record:
         if not names:
             return
         first, last = self._span(names)
-        (fence,) = self._fences(names)
+        (fence,) = self._fences(names)  # states and gradients are never written together
         purpose = "gradients of" if fence is self.landing else "update"
         writing = channel.write(
             self.file,
@@ -300,6 +300,7 @@ class Nvme:
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)
         )
+        # Fetched weights are not written, but weights received from other ranks pass through the same ring.
         self.fetches = Channel(fetch, lanes.fetch_read, lanes.update_write, counters)
         self.updates = Channel(update, lanes.update_read, lanes.update_write, counters)
         self.activations = Channel(activation, lanes.activation_read, lanes.activation_write, counters)
