@@ -270,6 +270,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _load(self, folder: Path) -> Mapping[str, Any]:
         """Load engine states; return the contents of `meta` in `save`."""
         with keep_generators(self.engine.device):
+            # A checkpoint sets the generators too, and a Trainer may draw the order of rows only after this load.
             meta = self.engine.load_checkpoint(folder)
         self._resume(int(meta.get("updates", 0)))
         return meta

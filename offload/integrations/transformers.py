@@ -443,6 +443,7 @@ def _calling_trainer(model: nn.Module) -> Trainer | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # `f_locals` is a copy held by the frame: a look-up in each step would keep a batch alive.
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and caller.model is model:
             return caller

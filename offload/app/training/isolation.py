@@ -38,6 +38,7 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
 
     def last(*rows: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
         """Return the logits for the last document in the first row."""
+        # With a cache, transformers makes no mask from restarted positions.
         outputs = model(input_ids=torch.stack(rows).to(device), use_cache=False, **positions)
         return outputs.logits[0, -len(c) :].float()
 
