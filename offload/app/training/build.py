@@ -328,35 +328,39 @@ class _Build:
         self.say(f"model: {name}, {weights}, {config.train.precision} on {engine.device}{ranks}")
 
     def keep_documents_apart(self, asked: Config, config: Config, data: Task, engine: Engine) -> tuple[Config, Task]:
-        """Test the model. If it mixes the documents of a row, return other rows, with one document in each.
+        """Test the model, and choose its attention. Return other rows if it mixes the documents of a row.
 
         asked: settings before the data; config: settings so far. Raises ConfigError if the rows must stay.
         """
         setup = self.setup
         why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, setup.rope_limit)
         masked = config.with_resolved(model__attention="auto") if why_mask else config
-        if not why_mixed:
-            if why_mask:
-                mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
-                self.say(
-                    f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
-                    f"{format_bytes(mask_bytes)}, and no plan counts it."
-                )
-            return masked, data
+        if why_mixed:
+            return self._separate_documents(asked, masked, engine, why_mixed)
+        if why_mask:
+            mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
+            self.say(
+                f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
+                f"{format_bytes(mask_bytes)}, and no plan counts it."
+            )
+        return masked, data
+
+    def _separate_documents(self, asked: Config, config: Config, engine: Engine, why: str) -> tuple[Config, Task]:
+        """Prepare the data again, with one document in each row. Raises ConfigError if the rows must stay."""
         if self.start.folders or asked.data.packing_isolated is True:
             engine.close()
             raise common(
                 ConfigError(
-                    f"data.packing_isolated is true, but {why_mixed}: documents in a row would not be isolated. Set "
+                    f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set "
                     "--data.packing false for one document in each row, or --data.packing_isolated false."
                 )
             )
         one_each = {"data__packing": False, "data__packing_isolated": False}
         by_length = {"data__group_by_length": False} if engine.compiles else {}  # each length would be compiled
         rows = self.prepare_data(asked.with_resolved(**one_each, **by_length))
-        self.say(f"note: {why_mixed}: conversations are not packed. {rows.rows_description}")
+        self.say(f"note: {why}: conversations are not packed. {rows.rows_description}")
         counted = decide(asked, FROM_NUM_STEPS, rows.num_steps)
-        decided = masked.with_resolved(
+        decided = config.with_resolved(
             **one_each,
             data__group_by_length=rows.by_length,
             train__steps=counted.train.steps,
