@@ -83,47 +83,55 @@ class EngineState:
         counters: Counters,
         comm: Comm,
     ) -> None:
-        self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
-        self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.compiles, self.frozen_weights = settings.compile == "always", settings.frozen_weights
+        # The model, and the decisions about it.
+        self.model = model
+        self.infos = infos
+        self.regions = regions
+        self.splitting = splitting
+        self.plan = plan
+        self.comm = comm
+        self.counters = counters
+        self.rules = settings.optimizer.parts
+        self.throttles = settings.throttles
+        self.compiles = settings.compile == "always"
+        self.frozen_weights = settings.frozen_weights
+        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
+        """Dtypes of the original model."""
         self.execution_mode = ExecutionMode()
         self.tell: Tell = tell_nobody
-        self.changed = set[str]()  # frozen parameters changed since the start
-        self.counters = counters
-        placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
+        self.changed = set[str]()
+        """Names of the frozen parameters changed since the start."""
+        self.read_outside = set[str]()
+        """Names of the units with weights read from outside."""
+
+        # Room for gradients on the host.
+        self._keeps_gradients = settings.keeps_gradients
+        self._splits = settings.splits
+        has_staging = settings.optimizer.has_gradients and not self._keeps_gradients
+        self._staged_regions = [r for r in regions if has_staging and not waits_on_disk(r, plan.residence)]
         self.accumulated: frozenset[int] | None = frozenset()
-        # Indices of the regions with room for gradient sums on the host. None: an interrupt came during the change.
-        has_staging = settings.optimizer.has_gradients and not keeps_gradients
-        self._staged_regions = [] if not has_staging else [r for r in regions if not waits_on_disk(r, plan.residence)]
-        self._keeps_gradients, self._splits = keeps_gradients, settings.splits
-        device_ledger = Ledger(DEVICE, plan.device_bytes, BUDGETS[DEVICE])
-        self.host, self.nvme_ledger = (Ledger(tier, placement.budget(tier), BUDGETS[tier]) for tier in (HOST, DISK))
+        """Indices of the regions with room for gradient sums. None: an interrupt came during the change."""
+
+        # Memory of the tiers, and the lanes between them.
+        placement = settings.placement
+        self.host = Ledger(HOST, placement.budget(HOST), BUDGETS[HOST])
+        self.nvme_ledger = Ledger(DISK, placement.budget(DISK), BUDGETS[DISK])
+        ledger = Ledger(DEVICE, plan.device_bytes, BUDGETS[DEVICE])
         accelerator = own_accelerator(settings.device)
         most_bytes = placement.budget(DEVICE)
-        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
-        self.lanes = open_lanes(
-            accelerator,
-            settings.throttles,
-            settings.delay_seed(comm.rank),
-            plan.overlap,
-            abort=comm.close if comm.size > 1 else None,
-        )
+        self.device = open_device(accelerator, ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
+        delay_seed = settings.delay_seed(comm.rank)
+        abort = comm.close if comm.size > 1 else None
+        self.lanes = open_lanes(accelerator, settings.throttles, delay_seed, plan.overlap, abort)
         self._finalizer = weakref.finalize(self, self.lanes.abandon)  # without close(): ends the threads
         counters.read_peaks_from(self)
-        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # dtypes of the original model
         self.caches = Caches(model)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device.torch_device:
-                    module._buffers[name] = buffer.to(self.device.torch_device)
+        _move_buffers(model, self.device.torch_device)
         self.moved_buffers = MovedBuffers(model, self.device.to_host)
 
-        self._nvme = self._open_nvme(placement, counters) if plan.rings else None
-        ring = plan.of(HOST, READ_RING).num_bytes
-        self.files: ModelFiles | None = None
-        if ring:
-            watched = WatchedFiles(plan.of(HOST, READ_STAGING).num_bytes, self.host)
-            self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning, watched)
+        # States, and the weights of the present units on the device.
+        self._nvme = self._open_nvme(placement) if plan.rings else None
+        self.files = self._open_files()
         self.store = Store(
             regions,
             infos,
@@ -136,7 +144,7 @@ class EngineState:
             comm=comm,
             counters=counters,
         )
-        if keeps_gradients:
+        if self._keeps_gradients:
             self.store.hold_gradients()
         slot = plan.of(DEVICE, SLOT)
         self.deferred_updates = DeferredUpdates()
@@ -145,8 +153,10 @@ class EngineState:
             self.deferred_updates,
             slot_bytes=slot.num_bytes,
             slot_name=slot.name,
-            debug=debug,
+            debug=bool(settings.debug),
         )
+
+        # Gradients, and updates from them.
         self.gradients = GradientFlow(
             self.store,
             settings,
@@ -154,17 +164,12 @@ class EngineState:
             {name: plan.of(DEVICE, name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
             Measures(self.store),
         )
+        self.updates = self._open_updates(settings)
+        self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_addresses)
+
+        # Uses of units: fetches in their order, the runner, and the calls of the model.
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
-        workspace: torch.Tensor | None = None
-        if num_bytes := plan.of(DEVICE, WORKSPACE).num_bytes:  # for updates computed on the device
-            workspace = self.device.allocate(WORKSPACE, num_bytes)
-            self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
-        place = self._open_update_place(has_workspace=workspace is not None)
-        self.updates = Updates(
-            self.store, self.gradients, self.slots, self.deferred_updates, settings, place, workspace
-        )
-        self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_addresses)
         self.units: list[Unit] = []
         self.runner = UnitRunner(
             self.device,
@@ -172,45 +177,54 @@ class EngineState:
             self.slots,
             self.executor,
             self.gradients,
-            SavedInputs(
-                self.device,
-                self.lanes,
-                RecomputePolicy(
-                    settings.recompute,
-                    self.device,
-                    self.slots.holds,
-                    self.execution_mode,
-                    self._activation_offload(placement.graphs, counters, GRAPHS, budget_bytes(placement.graphs_memory)),
-                ),
-                self._activation_offload(placement.activations, counters, CHECKPOINTS),
-            ),
+            self._open_saved_inputs(settings),
             self.units,
             seed=settings.seed,
             comm=comm,
         )
-        self.read_outside: set[str] = set()  # names of units with weights read from outside
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units)
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
+        """Units with each region."""
         self.stages = open_stages(self, settings)
         self.runner.stages = self.stages
-        self.attention = attention_for(settings.sequence_parallel).open(
-            model, settings.sequence_parallel, comm, counters
-        )
-        self.splitting = splitting
+        size = settings.sequence_parallel
+        self.attention = attention_for(size).open(model, size, comm, counters)
         self.ownership = ModelOwnership(model, infos, self.units, self.device.torch_device, splitting.functions)
         self.snapshot = ModelStructure(model, infos, self.units, self.ownership)
 
-    def _activation_offload(
-        self, tier: str, counters: Counters, name: str, most_bytes: int | None = None
-    ) -> ActivationOffload | None:
+    def _open_files(self) -> ModelFiles | None:
+        """Open the model files with frozen weights. None: all weights are in the store."""
+        ring = self.plan.of(HOST, READ_RING).num_bytes
+        if not ring:
+            return None
+        watched = WatchedFiles(self.plan.of(HOST, READ_STAGING).num_bytes, self.host)
+        return ModelFiles(ring, self.host, self.lanes, self.counters, self.device.pinning, watched)
+
+    def _open_updates(self, settings: Settings) -> Updates:
+        workspace: torch.Tensor | None = None
+        if num_bytes := self.plan.of(DEVICE, WORKSPACE).num_bytes:  # for updates computed on the device
+            workspace = self.device.allocate(WORKSPACE, num_bytes)
+            self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
+        place = self._open_update_place(has_workspace=workspace is not None)
+        return Updates(self.store, self.gradients, self.slots, self.deferred_updates, settings, place, workspace)
+
+    def _open_saved_inputs(self, settings: Settings) -> SavedInputs:
+        placement = settings.placement
+        most_bytes = budget_bytes(placement.graphs_memory)
+        graphs = self._activation_offload(placement.graphs, GRAPHS, most_bytes)
+        policy = RecomputePolicy(settings.recompute, self.device, self.slots.holds, self.execution_mode, graphs)
+        inputs = self._activation_offload(placement.activations, CHECKPOINTS)
+        return SavedInputs(self.device, self.lanes, policy, inputs)
+
+    def _activation_offload(self, tier: str, name: str, most_bytes: int | None = None) -> ActivationOffload | None:
         """Return the store for unit inputs or saved graphs until the backward; None: they stay on the device."""
         if tier == DISK:
             assert self._nvme is not None
-            return DiskActivationOffload(self.device, self.lanes, counters, self._nvme, most_bytes)
+            return DiskActivationOffload(self.device, self.lanes, self.counters, self._nvme, most_bytes)
         if tier == HOST:
-            return HostActivationOffload(self.device, self.lanes, counters, self.host, name, most_bytes)
+            return HostActivationOffload(self.device, self.lanes, self.counters, self.host, name, most_bytes)
         return None
 
     def _open_update_place(self, has_workspace: bool) -> UpdatePlace:
@@ -230,7 +244,7 @@ class EngineState:
         streamed = self.plan.residence.updated_on_device
         return DeviceUpdates(in_place, streamed, memory, self.store)
 
-    def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
+    def _open_nvme(self, placement: Placement) -> Nvme:
         """Create the files for states on disk, and the rings for their transfers.
 
         The ranks take turns: each one sees the disk space left by the previous ones.
@@ -244,7 +258,7 @@ class EngineState:
                 self.plan.residence.num_bytes(self.regions),
                 rings=self.plan.rings,
                 lanes=self.lanes,
-                counters=counters,
+                counters=self.counters,
                 ledger=self.nvme_ledger,
                 host=self.host,
                 pinning=self.device.pinning,
@@ -332,7 +346,8 @@ class EngineState:
 
     def _stage(self, accumulated: frozenset[int]) -> torch.Tensor:
         """Return memory on the tier of the states, for gradients on their way to the sums or to the update."""
-        neighbours, sharding = 2 if self.lanes.overlap else 1, self.plan.residence.sharding
+        neighbours = 2 if self.lanes.overlap else 1  # one fills while the other is consumed
+        sharding = self.plan.residence.sharding
         if accumulated:
             regions = [region for region in self.regions if region.index in accumulated]
             is_wide = self._splits or bool(self.plan.summed)
@@ -377,3 +392,11 @@ class EngineState:
         self.host.clear()
         self.nvme_ledger.clear()
         self.recovery.is_closed = True
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to the compute device: forwards of units find them there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
