@@ -81,6 +81,7 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
     """
     makers = {"cuda": ("NVIDIA", "dev/nvidiactl"), "hip": ("AMD", "dev/kfd")}
     for runtime, (maker, path) in makers.items():
+        # An empty variable hides the GPUs on purpose.
         if not (root / path).exists() or not environ.get(f"{runtime.upper()}_VISIBLE_DEVICES", "unset"):
             continue
         version = root / "proc/driver/nvidia/version"
@@ -353,10 +354,12 @@ def compiled_image(
         check(getattr(library, f"nvrtcGet{field}")(program, text), field)
         return text.raw
 
+    # One header, given as text: the compiler may have none.
     names, texts = ((ctypes.c_char_p * 1)(text.encode()) for text in ("cstdint", INTEGERS))
     status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"offload.cu", 1, texts, names)
     check(status, "create a program")
     try:
+        # The loader finds a kernel by the lowered (mangled) name.
         check(library.nvrtcAddNameExpression(program, name.encode()), name)
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), arguments):

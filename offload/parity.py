@@ -101,6 +101,7 @@ def compare(config: Config, num_steps: int, *, same_order: bool, show_line: Show
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):
                 raise
+            # Both sides again, without this demand and with a note.
             show_line(
                 f"note: {str(error).partition(',')[0]}. So this operation runs as it is, with attention in plain "
                 "matrix products, and may give other bits in every run."

@@ -26,7 +26,7 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text[len(number) :].strip()
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # "true" is no number of bytes
             raise ValueError
         num_bytes = float(number) * _SIZE_UNITS[unit]
         if not 0 <= num_bytes < 2**63:

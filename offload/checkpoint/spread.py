@@ -159,6 +159,7 @@ def _copying(
                     file = one.enter_context((partial / name).open("wb", buffering=0))
                 elif comm.rank == source:
                     file = one.enter_context((folder / name).open("rb", buffering=0))
+                # In pieces: a file may be larger than memory.
                 for begin in range(0, size, CHUNK_BYTES):
                     piece = torch.zeros(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
                     if file is not None and partial is None:
@@ -169,7 +170,7 @@ def _copying(
             if partial is not None:
                 sync_path(partial / name)
         if partial is not None:
-            sync_path(partial)
+            sync_path(partial)  # before the caller gives the files their names
         yield partial
 
 

@@ -129,8 +129,8 @@ class Writer:
         while len(data):
             at = self.num_bytes % self._chunk_bytes
             if self._chunk is None:
-                self._chunk = self._free.get()
-                if self._error:
+                self._chunk = self._free.get()  # waits for the disk
+                if self._error:  # a failed write gives its buffer back too
                     raise self._error
             size = min(len(data), self._chunk_bytes - at)
             self._chunk[at : at + size] = data[:size]

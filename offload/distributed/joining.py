@@ -265,6 +265,7 @@ def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     absent = set(range(1, size))
     while absent:
         for other in [other for other in absent if store.check([f"offload-word-{other}"])]:
+            # The word may be of a process that is gone. A rank is present when it answers.
             store.set(f"offload-meeting-{store.get(f'offload-word-{other}').decode()}", meeting)
             if store.check([f"offload-{meeting}-{other}"]):
                 absent.remove(other)
@@ -311,7 +312,7 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
     try:
         number, count = int(environ[rank]), int(environ[size])
     except ValueError:
-        number, count = -1, 0
+        number, count = -1, 0  # refused below
     if not 0 <= number < count:
         raise ConfigError(
             f"{rank} is {environ[rank]!r} and {size} is {environ[size]!r}; both must be whole numbers, with 0 <= rank "

@@ -416,7 +416,7 @@ class Ranks(Comm):
         same exception: ranks may now disagree about the next collective, and would wait for each other forever.
         """
         queue = queue or self._tensors
-        with queue.lock:
+        with queue.lock:  # one at a time, or ranks would disagree on the order
             self._check()
             if self._errors:
                 raise self._errors[0]

@@ -232,6 +232,7 @@ class Watchdog:
                     why = f"Rank {peer.rank} reported this rank, {self.rank}, as lost. {why}"
                 self._lose(message["rank"], why)
                 continue
+            # Ages travel, not times: the clocks of machines differ.
             peer.positions = [
                 Position(number, operation, numel, inside, now - age)
                 for number, operation, numel, inside, age in message["positions"]
@@ -241,7 +242,7 @@ class Watchdog:
                 if message["error"]:
                     doing = describe(peer.positions, now)
                     self._lose(peer.rank, f"Rank {peer.rank} ended with: {message['error']} (it was {doing})")
-        if not is_open:
+        if not is_open:  # the kernel closes the sockets of a dead process
             self._selector.unregister(peer.connection)
             if not peer.ended:
                 peer.ended = True
@@ -265,7 +266,7 @@ class Watchdog:
         for peer in peers:
             other = peer.at(queue)
             if peer.ended:
-                if waited and other.number < own.number:
+                if waited and other.number < own.number:  # gone before the exchange in which this rank waits
                     ended = max(peer.positions, key=lambda position: position.since).operation
                     self._lose(peer.rank, f"Rank {peer.rank} ended cleanly, after {ended or 'no exchange'}")
             elif other.number == own.number and (other.operation, other.numel) != (own.operation, own.numel):
@@ -279,7 +280,7 @@ class Watchdog:
                 )
         present = [peer for peer in peers if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
-            last = min(present, key=lambda peer: peer.at(queue).number)
+            last = min(present, key=lambda peer: peer.at(queue).number)  # the furthest behind holds up the others
             missing = f"other ranks have waited for it for {stall_s:g} s, though it is alive"
             if last.at(queue).number == own.number:
                 missing = f"all ranks have been in {own.operation} for {stall_s:g} s"

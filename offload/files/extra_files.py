@@ -21,6 +21,7 @@ def check_extra_files(files: Any, kind: str, own: Collection[str] = ()) -> None:
     if not isinstance(files, Mapping):
         raise ConfigError(f"files is {type(files).__name__}; it must be a mapping of file names to bytes.")
     for name, data in files.items():
+        # A path would reach into other folders.
         if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name or "\0" in name:
             raise ConfigError(
                 f"files has {name!r}, which is no name of a file in the {kind} folder: give a plain name."

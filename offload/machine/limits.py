@@ -112,7 +112,7 @@ def _node_limits(root: Path) -> Iterator[Limit]:
     if not own_nodes or len(own_nodes) == len(nodes):
         return
     tables = [nodes[node] for node in own_nodes]
-    free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # with caches, given back on demand
     yield Limit(
         f"the memory of the NUMA node{'s' * (len(own_nodes) > 1)} {', '.join(map(str, own_nodes))}, of {len(nodes)}",
         "Mems_allowed_list in /proc/self/status",

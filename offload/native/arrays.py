@@ -160,6 +160,7 @@ def dtype_of(name: str, array: Any) -> str | None:
         return _dtype_names[array.dtype]
     except (KeyError, AttributeError):
         pass
+    # The first array of its library, imported by the caller already.
     if hasattr(array, "data_ptr"):
         import torch
 

@@ -348,6 +348,7 @@ def sum_squares_segments(
     """
     import numpy
 
+    # C++ reads both as int64.
     starts = numpy.ascontiguousarray(offsets, dtype=numpy.int64)
     lengths = numpy.ascontiguousarray(sizes, dtype=numpy.int64)
     is_tensor = hasattr(x, "data_ptr")

@@ -129,6 +129,7 @@ def encode(x: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
     _, (slope, start, limit), borders = _tables(is_signed, x.device)
     padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = (padded.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    # Such blocks have no scale to divide by: they store 0, or NaN for a moment that is not finite.
     is_wrong, is_zero = largest >= _INFINITY, largest < _LEAST_NORMAL
     most = largest.view(torch.float32)
     scales.copy_(most.masked_fill(is_zero, 0).masked_fill_(is_wrong, torch.nan))

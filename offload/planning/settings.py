@@ -256,7 +256,7 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
         key = f"offload.throttle.{lane}"
         if lane not in LANES:
             raise ConfigError(f"{key}: unknown lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
-        fields = value if isinstance(value, Mapping) else {"bandwidth": value}
+        fields = value if isinstance(value, Mapping) else {"bandwidth": value}  # a number alone is the bandwidth
         for name in fields:
             if name not in _THROTTLE_KEYS:
                 raise ConfigError(

@@ -171,6 +171,7 @@ class Executor:
             return
         valid_offsets = self._slots.valid_offsets()
         late = self._with_any(self._updates_at_end)
+        # All that decides a schedule, so passes with an equal start share one.
         key = (
             pass_key,
             fetches_next,

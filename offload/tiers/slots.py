@@ -351,7 +351,7 @@ class Slots:
                 for region in regions
                 if not self.is_resident(region)
             )
-        except BaseException:
+        except BaseException:  # all or none
             self._device.ledger.release("resident weights", sum(flat.nbytes for _, flat in coming))
             raise
         for region, memory in coming:
