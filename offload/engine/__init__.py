@@ -1,6 +1,6 @@
 """One training step over streamed units.
 
-Reading order for the main path (thirteen files, about 4,000 lines):
+Reading order for the main path (thirteen files, about 4,200 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step

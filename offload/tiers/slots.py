@@ -102,8 +102,9 @@ class Slots:
                 self._device.address(state.planes["weights"].untyped_storage()) for state in store.states.values()
             )
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._extra_memory = torch.empty(0, dtype=torch.uint8)
-        """Further device memory with copies of unit weights, see `extend`."""
+        self._addresses = range(0)  # of the memory
+        self._extra_addresses = range(0)
+        """Addresses of further device memory with copies of unit weights, see `extend`."""
         self.resize(slot_bytes)
 
     # -- cargoes ---------------------------------------------------------------------------------------------
@@ -181,7 +182,9 @@ class Slots:
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
         """Order compute after a cargo fetch, and after copies of resident regions."""
-        tickets = [ticket for fence in self._fences(cargo, regions) for ticket in fence.before_read()]
+        tickets: list[Ticket] = []
+        for fence in self._fences(cargo, regions):
+            tickets += fence.before_read()
         if tickets:
             self._lanes.compute_after(tickets)
 
@@ -193,8 +196,11 @@ class Slots:
     def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
         """Return the fences of the weights in use by a unit: in a slot, and resident."""
         slot = self._valid_slots.get(cargo)
-        resident = [self._resident_fences[each] for each in regions if each in self._resident_fences]
-        return resident if slot is None else [slot.fence, *resident]
+        fences = [] if slot is None else [slot.fence]
+        for region in regions:
+            if region in self._resident_fences:
+                fences.append(self._resident_fences[region])  # noqa: PERF401 (a comprehension is a call)
+        return fences
 
     def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
@@ -299,27 +305,31 @@ class Slots:
 
     def extend(self, memory: torch.Tensor) -> None:
         """Register further device memory with copies of unit weights."""
-        self._extra_memory = memory
+        self._extra_addresses = self._addresses_of(memory)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is in weight memory, streaming or resident."""
         if tensor.layout is not torch.strided:
             return False
         # 0 for a tensor without elements; past subclasses that note a use of the address
-        address = self._device.address(torch.Tensor.untyped_storage(tensor))
-        return address in self._storages or self.streams(address)
+        return self.holds_storage(self._device.address(torch.Tensor.untyped_storage(tensor)))
+
+    def holds_storage(self, address: int) -> bool:
+        """Return True if the storage with this address is weight memory. Runs for every tensor saved by a graph."""
+        return address in self._storages or address in self._addresses or address in self._extra_addresses
 
     def streams(self, address: int) -> bool:
         """Return True if the address is in memory shared by several units over time."""
-        # Fast path: runs for every tensor saved by a graph.
-        address_of = self._device.address
-        one, other = self._memory, self._extra_memory
-        return 0 <= address - address_of(one) < one.nbytes or 0 <= address - address_of(other) < other.nbytes
+        return address in self._addresses or address in self._extra_addresses
+
+    def _addresses_of(self, memory: torch.Tensor) -> range:
+        begin = self._device.address(memory)
+        return range(begin, begin + memory.nbytes)
 
     def addresses(self, cargo: int) -> range:
         """Return the device addresses for a cargo in use."""
         slot = self._valid_slots.get(cargo)
-        begin = self._device.address(self._memory)
+        begin = self._addresses.start
         if slot is None:
             return range(0)
         return range(begin + slot.begin, begin + slot.end)
@@ -398,11 +408,12 @@ class Slots:
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
             self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))
+        self._addresses = self._addresses_of(self._memory)
 
     def free(self) -> None:
         """Free all device memory."""
         self.resize(0)
-        self._extra_memory = self._memory
+        self._extra_addresses = range(0)
         self._resident_fences.clear()
         self._flats.clear()
         self.weight_decoder.close()

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass, is_dataclass
-from operator import is_
+from operator import is_, itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +61,8 @@ class Arguments:
     @property
     def structure(self) -> Hashable:
         """Hashable structure. Traits learned from one use apply to other uses with an equal structure."""
-        return self._spec, tuple([is_tensor for is_tensor, _ in self._places]), tuple([t.dim() for t in self.tensors])
+        are_tensors = tuple(map(itemgetter(0), self._places))
+        return self._spec, are_tensors, tuple(map(torch.Tensor.dim, self.tensors))
 
     def fill(
         self,
@@ -74,7 +75,9 @@ class Arguments:
         `containers`: as in `Arguments()`; new containers are appended.
         """
         others = self.others if others is None else others
-        leaves = [tensors[index] if is_tensor else others[index] for is_tensor, index in self._places]
+        leaves: list[Any] = []
+        for is_tensor, index in self._places:
+            leaves.append(tensors[index] if is_tensor else others[index])
         return self._rebuild(self._spec, iter(leaves), [] if containers is None else containers)
 
     def _flatten(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
@@ -83,9 +86,6 @@ class Arguments:
         A spec is None for a leaf, the number of a known container, or (kind, keys, is_container, child specs).
         """
         node_type: Any = type(tree)
-        if node_type in _LEAVES:
-            leaves.append(tree)
-            return None
         keys, parts = None, tree
         is_container = node_type is not tuple and node_type is not _Keywords
         if node_type is _Keywords:
@@ -108,7 +108,13 @@ class Arguments:
                     return None
             if is_container:
                 containers.append(tree)
-        specs = [self._flatten(part, leaves, containers) for part in parts]
+        specs: list[Hashable] = []
+        for part in parts:
+            if type(part) in _LEAVES:  # most parts; a call for each would be slow
+                leaves.append(part)
+                specs.append(None)
+            else:
+                specs.append(self._flatten(part, leaves, containers))
         return node_type, keys, is_container, tuple(specs)
 
     def _rebuild(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:

@@ -47,7 +47,7 @@ class UnitCall:
         self.traits = unit.traits
         self._runner, self._rows = runner, rows
         self.signature = unit.gradient_signature(arguments.tensors)
-        key = unit.name, *((t.shape, t.dtype) for t in arguments.tensors)
+        key = unit.name, *[(t.shape, t.dtype) for t in arguments.tensors]
         keep_class = keep_for(runner.saved.policy, unit, key, self.signature)
         self._keep = keep_class(unit, runner, rows, arguments, self.signature, key)
         self.result: Arguments | None = None
@@ -75,9 +75,11 @@ class UnitCall:
         for i in traits.changed:
             if all(self.result.tensors[i] is not t for t in tensors):
                 self.result.tensors[i] = self.result.tensors[i].clone()
-        self.dirty = [tensors[i] for i in sorted(traits.mutated) if tensors[i].is_floating_point()]
-        dirty = [t for t in self.dirty if all(t is not other for other in self.result.tensors)]
-        return [*self.result.tensors, *dirty, *self._keep.collect([*self.result.tensors, *dirty])]
+        outputs = [*self.result.tensors]
+        if traits.mutated:
+            self.dirty = [tensors[i] for i in sorted(traits.mutated) if tensors[i].is_floating_point()]
+            outputs += [t for t in self.dirty if all(t is not other for other in outputs)]
+        return [*outputs, *self._keep.collect(outputs)]
 
     def backward(self, gradients: GradientTensors, trains: bool) -> list[torch.Tensor | None]:
         """Run the backward of every micro-batch and return the input gradients.

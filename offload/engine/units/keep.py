@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -34,6 +35,7 @@ from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
 
+_version = attrgetter("_version")
 _COPIED_SHARE = 10
 """A unit recomputes if the graph has weight copies above 1/10 of the weight bytes.
 
@@ -115,7 +117,8 @@ class Inputs:
     def check(self) -> None:
         """Raise OffloadError if a saved input was changed in place."""
         for tensor, version in zip(self._inputs, self._versions, strict=True):
-            refuse_changed(self.unit, tensor, version)
+            if tensor._version != version:
+                refuse_changed(self.unit, tensor)
 
     @property
     def _may_recompute(self) -> bool:
@@ -131,13 +134,9 @@ class Inputs:
 
     def _run(self, micro_batch: MicroBatch, use: Use) -> Arguments:
         """Run the forward of a micro-batch and keep it for the backward."""
-        outputs, recorder = micro_batch.outputs, self._runner.outputs
-        # Reuse the expert outputs from an aborted graph run. A second fetch is collective, and other ranks may have
-        # kept their graph.
-        replayed = [tensor.clone() for tensor in outputs]
-        with recorder.recorded_in(outputs), recorder.replayed(replayed):
+        with self._runner.outputs.recorded_in(micro_batch.outputs):
             result = self._compute(micro_batch, use)
-        self._keep_outputs(outputs)
+        self._keep_outputs(micro_batch.outputs)
         return result
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
@@ -147,20 +146,20 @@ class Inputs:
         return self._runner.run(self.unit, use, micro_batch.forward)
 
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
-        outputs[:] = [self._saved.save_input(tensor, movable=True) for tensor in outputs]
-        for tensor in outputs:
-            self._saved.reserve(tensor, "unit inputs", self.claim)
+        if outputs:
+            outputs[:] = self._saved.save(outputs, [True] * len(outputs), self.claim)
 
     def _save(self, tensors: Sequence[torch.Tensor]) -> None:
-        traits, saved = self.unit.traits, self._saved
+        traits = self.unit.traits
         copied = traits.mutated | traits.stale
-        for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True)):
-            saved_input = saved.save_input(t.clone() if i in copied else t.detach(), need and i not in traits.shared)
-            saved.reserve(saved_input, "unit inputs", self.claim)
-            self._inputs.append(saved_input)
-        self._versions = [t._version for t in self._inputs]
-        if not saved.inputs_stay:
-            saved.add_use(self)
+        inputs, are_movable = [], []
+        for i, (tensor, need) in enumerate(zip(tensors, self._needs, strict=True)):
+            inputs.append(tensor.clone() if i in copied else tensor.detach())
+            are_movable.append(need and i not in traits.shared)
+        self._inputs = self._saved.save(inputs, are_movable, self.claim)
+        self._versions = list(map(_version, self._inputs))
+        if not self._saved.inputs_stay:
+            self._saved.add_use(self)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -308,8 +307,7 @@ class Products(Inputs):
         storages = {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
         if not self._has_room(sum(storages.values())):
             outputs.clear()
-        for tensor in outputs:
-            self._saved.reserve(tensor, "kept tensors", self.claim)
+        self._saved.reserve(outputs, "kept tensors", self.claim)
         self._policy.update_peaks()
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -354,7 +352,10 @@ class SavedGraph(Inputs):
             micro_batch.snapshot.put_back()
             if not self._inputs:
                 self._save(self._arguments.tensors)
-        return super()._run(micro_batch, use)
+        # Reuse the expert outputs from the aborted run. A second fetch is collective, and other ranks may have kept
+        # their graph.
+        with self._runner.outputs.replayed([tensor.clone() for tensor in micro_batch.outputs]):
+            return super()._run(micro_batch, use)
 
     @property
     def reads_weights(self) -> bool:
@@ -402,7 +403,9 @@ def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: Gradie
         return Products if mode == PRODUCTS else SavedGraph
     if mode == PRODUCTS and not policy.is_measured(key):
         return MeasuredProducts
-    return OffloadedGraph if policy.offloads(key) else Inputs
+    if policy.graph_offload is not None and policy.offloads(key):
+        return OffloadedGraph
+    return Inputs
 
 
 def run_without_saving(unit: Unit, use: Use, forward: Forward) -> tuple[Graph, Arguments]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -69,11 +69,11 @@ class GraphMemory:
         storage = self._address(tensor.untyped_storage())
         if storage not in self._seen:
             self._seen.add(storage)
-            if not self._slots.holds(tensor):
+            if not self._slots.holds_storage(storage):
                 is_free = storage in self._free
                 if self._may_drop and not is_free and not self._saved.has_room(tensor):
                     raise TooMuchToKeepError
-                self._saved.reserve(tensor, "unit inputs" if is_free else "kept tensors", self._claim)
+                self._saved.reserve((tensor,), "unit inputs" if is_free else "kept tensors", self._claim)
         return tensor.detach()
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -110,13 +110,12 @@ class Graph:
     """Memory of the saved tensors. None: the graph is dropped after the forward."""
 
 
-def refuse_changed(unit: Unit, tensor: torch.Tensor, version: int) -> None:
-    """Raise OffloadError if an input was changed in place since this version."""
-    if tensor._version != version:
-        raise OffloadError(
-            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
-            "the recording pass; use an out-of-place operation there."
-        )
+def refuse_changed(unit: Unit, tensor: torch.Tensor) -> NoReturn:
+    """Raise the OffloadError for an input changed in place."""
+    raise OffloadError(
+        f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in the "
+        "recording pass; use an out-of-place operation there."
+    )
 
 
 class _Entrance(torch.autograd.Function):
@@ -160,7 +159,8 @@ def run_with_graph(
         ]
         result = use.runner.run(unit, use._replace(tensors=graph_inputs), forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
-        refuse_changed(unit, inputs[i], version)
+        if inputs[i]._version != version:
+            refuse_changed(unit, inputs[i])
     results = result.tensors
     dirty = [t for i in sorted(changed) if (t := graph_inputs[i]).is_floating_point()]
     targets = [*results, *(t for t in dirty if all(t is not other for other in results))] if dirty else results

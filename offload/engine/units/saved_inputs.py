@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -114,9 +114,15 @@ class SavedInputs:
         storage = tensor.untyped_storage()
         return self.device.address(storage) in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
-    def save_input(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
-        """Return the tensor to save for a unit input: the tensor itself, or a stand-in after offload."""
-        return self._offload.put(tensor) if self._offload is not None and movable and not self.is_trial else tensor
+    def save(self, tensors: Sequence[torch.Tensor], are_movable: Sequence[bool], claim: Claim) -> list[torch.Tensor]:
+        """Save unit inputs; return the tensors themselves, or stand-ins after offload."""
+        saved = list(tensors)
+        if self._offload is not None and not self.is_trial:
+            for i, is_movable in enumerate(are_movable):
+                if is_movable:
+                    saved[i] = self._offload.put(saved[i])
+        self.reserve(saved, "unit inputs", claim)
+        return saved
 
     def start_copies(self, tensors: Sequence[torch.Tensor]) -> list[DeviceCopy]:
         """Start copying saved inputs to the device."""
@@ -149,20 +155,23 @@ class SavedInputs:
                 self._calls.append(weakref.ref(previous))
                 return
 
-    def reserve(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
-        """Enter a waiting tensor in the device ledger. A tensor shared by several units counts once."""
+    def reserve(self, tensors: Iterable[torch.Tensor], name: str, claim: Claim) -> None:
+        """Enter waiting tensors in the device ledger. A tensor shared by several units counts once."""
         if self.is_trial:
             return
-        storage = tensor.untyped_storage()
-        key, num_bytes = self.device.address(storage), storage.nbytes()
-        if self._offload is None or key not in self._offload.buffers_in_use:
-            count, first = self._ledger_entries.get(key, (0, name))
-            if not count:
-                self.device.ledger.reserve(name, num_bytes, _FIXES[name])
-                if name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
-                    self.policy.update_peaks()
-            self._ledger_entries[key] = (count + 1, first)
-        claim.entries.append((key, num_bytes))
+        has_new = False
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, num_bytes = self.device.address(storage), storage.nbytes()
+            if self._offload is None or key not in self._offload.buffers_in_use:
+                count, first = self._ledger_entries.get(key, (0, name))
+                if not count:
+                    self.device.ledger.reserve(name, num_bytes, _FIXES[name])
+                    has_new = True
+                self._ledger_entries[key] = (count + 1, first)
+            claim.entries.append((key, num_bytes))
+        if has_new and name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
+            self.policy.update_peaks()
 
     def release(self, claim: Claim, since: int = 0) -> None:
         """Release the entries of a claim, except the first `since` entries."""

@@ -42,6 +42,7 @@ _FORWARD_HOOKS = (
     "_forward_hooks_always_called",
 )
 _NO_STATE = StateSnapshot({}, lambda _: False)
+_NO_CONTAINERS = Collected(())
 BufferPlace = tuple[nn.Module, str]
 """(module, buffer name). A forward may assign another tensor there."""
 
@@ -92,12 +93,14 @@ class Snapshot:
             last._may_repeat = False
         self.state = self.capture_state() if mutable_attributes or roots else _NO_STATE
         self._next_hook, self._hooks = RemovableHandle.next_id, _hooks(modules)
-        within = (module for root in roots.values() if isinstance(root, nn.Module) for module in root.modules())
-        self._collected = Collected(within)
+        self._collected = Collected(_modules_of(roots)) if roots else _NO_CONTAINERS
         self._attributes = DictSnapshots(map(vars, modules))
         self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
-        buffers = [(module, key, module._buffers.get(key)) for module, key in moving]
-        self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in buffers if t is not None]
+        self._values: list[tuple[nn.Module, str, torch.Tensor, int | None, torch.Tensor]] = []
+        for module, key in moving:
+            buffer = module._buffers.get(key)
+            if buffer is not None:
+                self._values.append((module, key, buffer, _version(buffer), buffer.detach().clone()))
 
     def capture_state(self) -> StateSnapshot:
         """Return the present state behind mutable attributes and roots."""
@@ -192,6 +195,13 @@ class Snapshot:
                 elif version is None or _version(tensor) != version:
                     # Changed and then replaced: a saved graph may still hold the old tensor.
                     module._buffers[key] = value.clone()
+
+
+def _modules_of(roots: Mapping[str, Any]) -> Iterator[nn.Module]:
+    """Yield all modules in and below `roots`."""
+    for root in roots.values():
+        if isinstance(root, nn.Module):
+            yield from root.modules()
 
 
 class DictSnapshots:

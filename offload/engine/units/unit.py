@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from offload.tiers.slots import Slots
 
 MakeLive = Callable[[Sequence[Region]], dict[Piece, nn.Parameter]]
 """Creates Parameters as views of device weights, keyed by piece."""
+_requires_grad = attrgetter("requires_grad")
 CallTarget = Callable[["Unit", tuple[Any, ...], dict[str, Any]], Any]
 """Runs the call of a unit module: unit, positional and keyword arguments. Returns the result for the caller."""
 
@@ -171,7 +173,7 @@ class Unit:
 
     def gradient_signature(self, tensors: Sequence[torch.Tensor]) -> GradientSignature:
         """Return the gradient signature of a use: requires_grad per input, and the frozen parameters."""
-        return tuple([tensor.requires_grad for tensor in tensors]), self.frozen
+        return tuple(map(_requires_grad, tensors)), self.frozen
 
     def freeze(self, frozen: frozenset[int]) -> None:
         """Take no gradients for these parameters from now on, and gradients for all other trainable ones."""
