@@ -30,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.comparison import same_bits, signed_sums
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
-from offload.engine.units.kept import KeptTensors
 from offload.engine.units.offloaded_tensor import OffloadedTensor, ResidentParameter
+from offload.engine.units.outside_tensors import OutsideTensors
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
@@ -70,7 +70,7 @@ class Observed:
         """True if the graph has no hook and no own function. Either may hold weights."""
         self.reads_weights = True
 
-    def run(self, runner: UnitRunner, forward: Forward, made: KeptTensors) -> None:
+    def run(self, runner: UnitRunner, forward: Forward, made: OutsideTensors) -> None:
         """Run the forward with a graph."""
         next_hook = RemovableHandle.next_id
         use = Use(runner, self.arguments, self.inputs, self.arguments.others)
@@ -138,14 +138,14 @@ class Recording(ABC):
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
-        made = KeptTensors()
+        made = OutsideTensors()
         result = self._record(unit, args, kwargs, made)
         if not unit.traits.keeps and made.alive():
             gc.collect()  # a reference cycle keeps nothing
             unit.traits.keeps = bool(made.alive())
         return result
 
-    def _record(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], made: KeptTensors) -> Any:
+    def _record(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], made: OutsideTensors) -> Any:
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
@@ -176,7 +176,7 @@ class Recording(ABC):
         self._exchanges.append((seen.traits, Versions(arguments.tensors), Versions(outputs), both))
         return deliver_result(seen.result, outputs, containers)
 
-    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
         """Run the forward with a graph, and return the results without it. The weights are on the device.
 
         Raises ConfigError for changed weights, and for buffers with a graph.
@@ -316,7 +316,7 @@ class FirstPass(Recording):
         self._rows_to_learn = rows
         self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in units if unit.resident]
 
-    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
         contents = _Contents(seen.weights)
         outputs = super()._run(seen, forward, made)
         if contents.has_changed(unversioned=True):
@@ -356,7 +356,7 @@ class SecondPass(Recording):
         super().__init__(units, runner, rows)
         self._before = before
 
-    def _run(self, seen: Observed, forward: Forward, made: KeptTensors) -> list[torch.Tensor]:
+    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
         seen.results_without_graph = self._run_without_graph(seen, forward)
         return super()._run(seen, forward, made)
 

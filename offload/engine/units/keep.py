@@ -16,8 +16,8 @@ import torch
 
 from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.kept import KeptTensors
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
+from offload.engine.units.outside_tensors import OutsideTensors
 from offload.engine.units.recompute_policy import PRODUCTS, RecomputePolicy, UseKey
 from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner, synchronized
@@ -213,7 +213,8 @@ class Inputs:
 
     def _recompute(self, number: int) -> Graph:
         """Run a micro-batch forward again with a graph."""
-        runner, micro_batch, saved = self._runner, self._micro_batches[number], self._saved
+        runner, saved = self._runner, self._saved
+        micro_batch = self._micro_batches[number]
         tensors = saved.wait(self._copies.pop(number))
         others = self.unit.traits.cut_others(self._arguments.others, micro_batch.span)
         inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
@@ -231,7 +232,9 @@ class Inputs:
 
     def close(self) -> None:
         """Release everything kept."""
-        self._inputs, self._micro_batches, self._copies = [], [], {}
+        self._inputs = []
+        self._micro_batches = []
+        self._copies = {}
         self._runner.finish(self.claim)
 
 
@@ -240,14 +243,14 @@ class InputsAndTensors(Inputs):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._made: KeptTensors | None = None  # during the forward
+        self._made: OutsideTensors | None = None  # during the forward
         self._kept: dict[int, ref[torch.Tensor]] = {}  # by number
         self._views: set[int] = set()  # numbers of kept views of weights
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
         if micro_batch.span is not None:  # a tensor of some rows is no tensor of the whole batch
             return super()._compute(micro_batch, use)
-        self._made = made = KeptTensors()
+        self._made = made = OutsideTensors()
         graph, result = run_without_saving(self.unit, use, made.watching(micro_batch.forward))
         made.add_inputs(graph.leaves)
         return result
@@ -275,7 +278,7 @@ class InputsAndTensors(Inputs):
         return input_gradients
 
     def _repeat(self, use: Use, forward: Forward) -> Graph:
-        made, collected = KeptTensors(self._kept), Collected(self.unit.modules)
+        made, collected = OutsideTensors(self._kept), Collected(self.unit.modules)
         graph = super()._repeat(use, made.watching(forward) if self._kept else forward)
         collected.put_back()
         if self._kept:
@@ -283,7 +286,7 @@ class InputsAndTensors(Inputs):
             graph.roots += [self._find_again(made, number) for number in self._kept]
         return graph
 
-    def _find_again(self, made: KeptTensors, number: int) -> torch.Tensor:
+    def _find_again(self, made: OutsideTensors, number: int) -> torch.Tensor:
         """Return a kept tensor in the graph of the recomputation. Raises ConfigError."""
         tensor, kept = made.again.get(number), self._kept[number]()
         if tensor is None or not tensor.requires_grad or (kept is not None and tensor.shape != kept.shape):

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class KeptTensors(TorchFunctionMode):
+class OutsideTensors(TorchFunctionMode):
     """Numbers the tensors made in a forward, and finds those still alive afterwards.
 
     Anything may hold a tensor, so nothing is searched: a tensor alive after the forward is held outside. The inputs
