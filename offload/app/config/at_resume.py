@@ -58,7 +58,8 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
     changes: list[str] = []
     refused: list[str] = []
     for key, own in given.items():
-        value, (_, origin) = earlier.get(key), saved.get(key, (None, "default"))
+        value = earlier.get(key)
+        origin = saved[key][1] if key in saved else "default"
         rule = _rule(key, given, earlier, was_decided=origin == "resolved")
         is_set, is_fixed = given.origin(key) != "default", rule is AtResume.FIXED
         is_open = own in (None, "auto") and (is_fixed or origin == "resolved")
@@ -85,7 +86,8 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
 
 def _rule(key: str, given: Config, earlier: Config, *, was_decided: bool) -> AtResume:
     """Return the rule for a setting in this resume: FIXED, KEPT, OWN, or ANEW for an earlier value without effect."""
-    rule, optimizer, was = at_resume(key), given.optimizer, earlier.optimizer.name
+    rule = at_resume(key)
+    optimizer, was = given.optimizer, earlier.optimizer.name
     if rule is AtResume.ANEW:
         return AtResume.OWN if was_decided else AtResume.KEPT
     if rule is AtResume.STATE:

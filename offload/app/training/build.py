@@ -184,26 +184,45 @@ def make_run(
     if train.steps and train.epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {train.steps}, and overrides train.epochs, {train.epochs:g}: leave one of them out.")
     doing("making the model and its plan", unmeasured)
-    objective, files, built = build.make_model(config, data)
+    model = build.make_model(config, data)
     planned = decide_placement(config, setup.architecture, data, comm, say, note)
-    engine, own_files, disk_needs = build.open_engine(planned, built)
-    meta = load_start(start, engine, say)
-    final, rows = build.keep_documents_apart(asked, planned.config, data, engine)  # the weights are needed to tell
+    opened = build.open_engine(planned, model.built)
+    meta = load_start(start, opened.engine, say)
+    # Only the model with its weights can tell.
+    final, rows = build.keep_documents_apart(asked, planned.config, data, opened.engine)
     return Run(
         config=final,
         model_kind=setup.model_kind,
         data=rows,
-        objective=objective,
-        engine=engine,
-        files=files,
-        extra_files={**files, **own_files},
+        objective=model.objective,
+        engine=opened.engine,
+        files=model.files,
+        extra_files={**model.files, **opened.files},
         meta=meta,
         trainable=setup.trainable,
         build_base=partial(build.build_base, final),
         forecast=planned.forecast,
         misfit=planned.misfit,
-        disk_needs=disk_needs,
+        disk_needs=opened.disk_needs,
     )
+
+
+class _Model(NamedTuple):
+    """A model, unfilled."""
+
+    built: BuiltModel
+    objective: Objective
+    files: Mapping[str, bytes]
+    """Tokenizer or processor files, on rank 0."""
+
+
+class _Opened(NamedTuple):
+    """An engine, and what the model alone could tell: the engine takes it apart."""
+
+    engine: Engine
+    files: Mapping[str, bytes]
+    """Further checkpoint files."""
+    disk_needs: DiskNeeds
 
 
 @dataclass(frozen=True)
@@ -253,8 +272,7 @@ class _Build:
             dtype=DTYPES[str(config.train.precision)],
         )
 
-    def make_model(self, config: Config, data: Task) -> tuple[Objective, Mapping[str, bytes], BuiltModel]:
-        """Return the objective, the tokenizer or processor files on rank 0, and the model, unfilled."""
+    def make_model(self, config: Config, data: Task) -> _Model:
         setup, whole = self.setup, self.whole
         with share_failure(self.comm, "making of the model"):
             kind = OBJECTIVES[config.train.method]
@@ -272,7 +290,7 @@ class _Build:
             for text in built.notes:
                 self.note(text)
             built.model.train()
-        return objective, files, built
+        return _Model(built, objective, files)
 
     def _set_token_ids(self, config: Config, data: Task) -> None:
         architecture, user_model = self.setup.architecture, self.user_model
@@ -284,24 +302,20 @@ class _Build:
             for each in (architecture, *own):
                 each.get_text_config().pad_token_id = data.pad_id
 
-    def open_engine(self, planned: Planned, built: BuiltModel) -> tuple[Engine, Mapping[str, bytes], DiskNeeds]:
-        """Return the engine, further checkpoint files, and the disk space for checkpoints and export.
-
-        The engine takes the model apart, so what the model alone can tell is asked first.
-        """
-        trainable, model, comm = self.setup.trainable, built.model, self.comm
+    def open_engine(self, planned: Planned, built: BuiltModel) -> _Opened:
+        trainable, model = self.setup.trainable, built.model
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         name = f"{trainable.name(model)}, {num_parameters:,} parameters"
         description = list(trainable.describe(model))
         files = trainable.files(model)
         digests = {file: xxh3_64_hexdigest(content) for file, content in files.items()}
-        comm.agree("what lies beside the states", digests)
+        self.comm.agree("what lies beside the states", digests)
         disk_needs = DiskNeeds.of(planned.config, trainable, model)
-        fill = MeasuredFill(built, comm.size)
+        fill = MeasuredFill(built, self.comm.size)
         work = "making room for the weights of a checkpoint" if self.whole else "reading the weights"
         self.doing(work, fill.amount)
         with planned_advice(planned.misfit):
-            engine = build_engine(planned.config, replace(built, fill=fill), comm)
+            engine = build_engine(planned.config, replace(built, fill=fill), self.comm)
         engine.tell_stages(self.doing)
         trainable.check(engine)
         for text in planned.late_notes:
@@ -310,10 +324,11 @@ class _Build:
         self._describe(planned, name, engine)
         for text in (*description, *describe_differences(planned.config, engine)):
             self.say(text)
-        return engine, files, disk_needs
+        return _Opened(engine, files, disk_needs)
 
     def _describe(self, planned: Planned, name: str, engine: Engine) -> None:
-        config, forecast, accelerator = planned.config, planned.forecast, self.accelerator
+        config, forecast = planned.config, planned.forecast
+        accelerator = self.accelerator
         uses_host = any(tier == "cpu" for tier, *_ in engine.allocations)
         if accelerator is not None and accelerator.is_integrated and uses_host:
             self.note(integrated_note(accelerator.describe()["name"]))
