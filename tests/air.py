@@ -23,6 +23,8 @@ HELD = [
     "offload/app/telemetry/*.py",
     "offload/checkpoint/*.py",
     "offload/distributed/*.py",
+    "offload/engine/*.py",
+    "offload/engine/recording/*.py",
     "offload/extras/adapters/*.py",
     "offload/extras/data/*.py",
     "offload/extras/generate/*.py",

@@ -84,7 +84,9 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
 
     # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
     # taken by then. The ranks take turns at calling `fill`, so each file is read once, and broadcast the weights.
-    sources, files, reopened = dict[nn.Parameter, Source](), state.files, dict[Path, TensorFile]()
+    files = state.files
+    sources = dict[nn.Parameter, Source]()
+    reopened = dict[Path, TensorFile]()
     stored: set[int] = set()
     noncontiguous: list[str] = []
     # The call for a block also fills the experts, and the call for a cut layer the row blocks, which follow directly.

@@ -126,7 +126,8 @@ def _check_model(engine: EngineState, reader: Reader, wanted: Contents, saved: C
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *saved]:
         # For trainable parameters the update rule decides about a low half of the master weights.
-        kept = (*MASTER[: 1 if name in trained else 2], BUFFER)
+        masters = MASTER[:1] if name in trained else MASTER
+        kept = (*masters, BUFFER)
         saved_entry, model_entry = (
             each and each.with_planes(kept.__contains__) for each in (saved.get(name), wanted.get(name))
         )
@@ -143,7 +144,8 @@ def _refuse_states(
     engine: EngineState, reader: Reader, different: str | None, wanted: Contents, saved: Contents
 ) -> None:
     """Raise ConfigError for optimizer states of another rule, or in other dtypes for the parameter `different`."""
-    saved_rule, own_rule, where = reader.meta["engine"].get("rule"), rule_titles(engine), ""
+    saved_rule, own_rule = reader.meta["engine"].get("rule"), rule_titles(engine)
+    where = ""
     if different is not None:
         where = (
             f" ({different}: {_describe_entry(saved[different])} in the checkpoint, "

@@ -85,7 +85,9 @@ class Engine(StateAccess):
         refuse_owned(model)
         check_tensors(model, has_fill=fill is not None)
         model = remove_compile_wrappers(model, settings.compile)
-        self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
+        self.model = model
+        self.optimizer = settings.optimizer
+        self.counters = Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_gpus)
@@ -93,7 +95,8 @@ class Engine(StateAccess):
         self._form = ExitStack()
         try:
             is_plain = not any(map(is_traceable_wrapper_subclass, model.parameters()))
-            form = MODEL_FORMS["plain" if is_plain else "tensors"](model, settings, self.comm, fill, quantized)
+            form_name = "plain" if is_plain else "tensors"
+            form = MODEL_FORMS[form_name](model, settings, self.comm, fill, quantized)
             settings, self.comm = self._form.enter_context(form)
             self._state = assemble(model, settings, self.counters, fill, self.comm, quantized or {})
         except BaseException as error:
@@ -275,7 +278,9 @@ class Engine(StateAccess):
         `settings`: only the rule's `steered` settings, for example `betas` and `momentum`. `decays`: weight decay by
         parameter name. Call between steps, or before `update`. Raises ConfigError, before any change.
         """
-        settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
+        settings = dict(settings or {})
+        decays = dict(decays or {})
+        rule = self.optimizer
         refused = next((key for key in settings if key not in rule.steered), None)
         if refused is not None or not rule.has_gradients:
             raise ConfigError(

@@ -86,7 +86,9 @@ class _Hooks:
     """The hooks of one module."""
 
     def __init__(self, name: str, entries: ref[Entries], owner: Entries | None) -> None:
-        self._name, self._entries, self._owner = name, entries, owner
+        self._name = name
+        self._entries = entries
+        self._owner = owner
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (entries := self._entries()) is not None:

@@ -40,7 +40,10 @@ class EquivalenceChecks:
     """
 
     def __init__(self, state: EngineState, method: Method, losses: Losses, known: KnownPasses, precision: str) -> None:
-        self._state, self._method, self._losses, self._known = state, method, losses, known
+        self._state = state
+        self._method = method
+        self._losses = losses
+        self._known = known
         self._comparator = PassComparator(state, precision)
 
     def check(self, inputs: PassInputs, sample: Batch) -> None:
@@ -199,7 +202,8 @@ class EquivalenceChecks:
         inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if cuts and not is_whole else None)
         num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
         chunk_tokens = max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0
-        model, method, losses = self._state.model, self._method, self._losses
+        model = self._state.model
+        method, losses = self._method, self._losses
         has_backward = inputs.is_training and losses.has_backward
 
         def plain_loss() -> torch.Tensor:

@@ -47,7 +47,7 @@ class ForeignWrites:
 
         `only`: the index of the parameter to check; None: all.
         """
-        noted = self._noted if only is None else {only: self._noted[only]} if only in self._noted else {}
+        noted = {index: entry for index, entry in self._noted.items() if only in (None, index)}
         if not noted:
             return
         state, current = self._state, dict(self._staying())

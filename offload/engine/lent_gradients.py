@@ -28,8 +28,11 @@ class LentGradients:
     """
 
     def __init__(self, state: EngineState) -> None:
-        self._state, self._store, self._measures = state, state.store, state.gradients.measures
-        self._squares: dict[Region, list[float]] = {}  # of each lent region, at the last look
+        self._state = state
+        self._store = state.store
+        self._measures = state.gradients.measures
+        self._squares: dict[Region, list[float]] = {}
+        """Sums of squares of each lent region, at the last look: other sums tell of a write by the script."""
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By parameter: the memory of the gradient, and the tensor of the script, which may take other memory."""
         self._used: dict[int, bool] = {}
@@ -166,7 +169,8 @@ class LentGradients:
 
     def _clear(self, state: RegionState, number: int) -> None:
         """Write zeros over this rank's gradients of piece `number` of a region."""
-        span, region, sharding = state.span(number), state.region, self._store.sharding
+        span = state.span(number)
+        region, sharding = state.region, self._store.sharding
         for flat, held in ((state.gradients, sharding.own(region)), (state.sums, sharding.shard(region))):
             if flat is not None:
                 flat[max(0, span.start - held.start) : max(0, span.stop - held.start)].zero_()

@@ -24,7 +24,9 @@ class OwnLoop:
     """A step with any number of forwards and backwards, called from outside."""
 
     def __init__(self, state: EngineState, steps: Steps, settings: Settings) -> None:
-        self._state, self._recovery, self._steps = state, state.recovery, steps
+        self._state = state
+        self._recovery = state.recovery
+        self._steps = steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         self._limit: float | None = None
@@ -198,7 +200,8 @@ class OwnLoop:
 
     def _before_forward(self, call: ModelCall) -> None:
         """Prepare for a call: record new calls on their own arguments, and make room for gradient sums."""
-        state, recovery, trial_runs = self._state, self._recovery, self._steps.trial_runs
+        state, recovery = self._state, self._recovery
+        trial_runs = self._steps.trial_runs
         _refuse_transforms()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():

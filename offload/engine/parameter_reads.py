@@ -19,7 +19,9 @@ class ParameterReads:
     """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
     def __init__(self, state: EngineState, own_loop: OwnLoop, foreign_writes: ForeignWrites) -> None:
-        self._state, self._recovery, self._own_loop = state, state.recovery, own_loop
+        self._state = state
+        self._recovery = state.recovery
+        self._own_loop = own_loop
         self._foreign_writes = foreign_writes
         self._answers: Mapping[str, torch.Tensor] = {}
         state.ownership.connect(self)

@@ -30,8 +30,12 @@ class Recovery:
         runner: UnitRunner,
         units: Sequence[Unit],
     ) -> None:
-        self._store, self._slots, self._executor = store, slots, executor
-        self._updates, self._runner, self._units = updates, runner, units
+        self._store = store
+        self._slots = slots
+        self._executor = executor
+        self._updates = updates
+        self._runner = runner
+        self._units = units
         self.torn: str | None = None
         self._num_forced = interrupts.num_forced
         self.is_closed = False

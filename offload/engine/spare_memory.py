@@ -46,8 +46,12 @@ class SpareMemory:
         forget_addresses: Callable[[], None],
     ) -> None:
         """`forget_addresses`: called before the weights lose their memory."""
-        self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
-        self._slots_bytes, self._buffer_bytes = plan.range(SLOT), plan.range(BUFFER)
+        self._comm = comm
+        self._device = device
+        self._slots = slots
+        self._gradients = gradients
+        self._slots_bytes = plan.range(SLOT)
+        self._buffer_bytes = plan.range(BUFFER)
         self._forget_addresses = forget_addresses
         self._is_moving = False
         self._other_bytes = -1

@@ -57,12 +57,17 @@ class Steps:
     """Runs steps and evaluations with the update rule's training method."""
 
     def __init__(self, state: EngineState, settings: Settings) -> None:
-        self._state, self._recovery = state, state.recovery
-        self._rule, self._micro_rows, self._num_passes = settings.optimizer, settings.micro_batch_size, settings.passes
+        self._state = state
+        self._recovery = state.recovery
+        self._rule = settings.optimizer
+        self._micro_rows = settings.micro_batch_size
+        self._num_passes = settings.passes
         cuts = settings.splits or settings.passes > 1 or state.runner.has_peers
         has_backward = self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.full_device_bytes), has_backward)
-        self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
+        # Only an automatic choice follows the decision of another engine (`restore_decisions`).
+        self._chooses_chunks = settings.head_chunk_bytes == "auto"
+        self._chooses_clip = state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
         self.trial_runs = TrialRuns(state, self.known, cuts, has_backward)
         self._modules = list(state.model.modules())
@@ -329,7 +334,8 @@ class Steps:
         slots. A failed pass leaves modules and generators unchanged.
         """
         state = self._state
-        before, departed, num_departures = self._take_snapshot(), None, 0
+        before = self._take_snapshot()
+        departed, num_departures = None, 0
         step_number = state.runner.step_number
 
         while True:

@@ -271,7 +271,8 @@ class PassComparator:
         if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
         for one, other in zip(plain.losses, streamed.losses, strict=True):
-            if not (one == other if is_exact else abs(one - other) <= allowed.result * abs(one) + 1e-12):
+            agrees = one == other if is_exact else abs(one - other) <= allowed.result * abs(one) + 1e-12
+            if not agrees:
                 return results or f"the loss is {one:.9g} in plain PyTorch and {other:.9g} in the engine"
         difference = self._largest_gradient_difference(plain, streamed, allowed)
         if difference or not is_exact:
@@ -322,7 +323,8 @@ def _first_result_difference(plain: PassObservations, streamed: PassObservations
         return ""
     for (name, mine), (_, theirs) in zip(plain.uses, streamed.uses, strict=True):
         for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-            if not (one.distance(other) <= share * one.norm if share else one.equals(other)):
+            agrees = one.distance(other) <= share * one.norm if share else one.equals(other)
+            if not agrees:
                 return (
                     f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
                     f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"

@@ -142,7 +142,9 @@ class KnownPasses:
         modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
         if modes == self._modes:
             return False
-        before, self._modes, self.modes = self.modes, modes, digest(repr(modes).encode())
+        before = self.modes
+        self._modes = modes
+        self.modes = digest(repr(modes).encode())
         return self.modes != before
 
     def flags(self) -> int:
@@ -175,7 +177,9 @@ class KnownPasses:
             kind: {key: set(values) for key, values in choices.items()} for kind, choices in kinds["choices"].items()
         }
         self.constant_keys = {kind: set(keys) for kind, keys in kinds["constant_keys"].items()}
-        self.modes, self._modes, self.claims = kinds["modes"], ([], []), {*self.choices}
+        self.modes = kinds["modes"]
+        self._modes = ([], [])
+        self.claims = {*self.choices}
 
     def forget(self) -> None:
         """Discard everything except the modes."""
@@ -236,17 +240,19 @@ def loss_key(loss_fn: Any) -> str:
 @lru_cache(1024)
 def code_hash(code: CodeType) -> int:
     """Return a hash of a function's code, equal in every process."""
-    constants = [
-        code_hash(value)
-        if isinstance(value, CodeType)
-        else sorted(map(repr, value))
-        if isinstance(value, frozenset)
-        else repr(value)
-        for value in code.co_consts
-    ]
+    constants: list[Any] = []
+    for value in code.co_consts:
+        match value:
+            case CodeType():
+                constants.append(code_hash(value))
+            case frozenset():  # another order in every process
+                constants.append(sorted(map(repr, value)))
+            case _:
+                constants.append(repr(value))
     names = code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return digest(repr((names, code.co_code, constants)).encode())
 
 
 def _options(values: Sequence[Any]) -> list[Any]:
-    return [v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None)]
+    pairs = ((value, value[1] if isinstance(value, tuple) else value) for value in values)
+    return [value for value, option in pairs if isinstance(option, bool | str | None)]

@@ -25,7 +25,9 @@ class PlainPass:
 
     def __init__(self, state: EngineState, install: Callable[[Unit], None]) -> None:
         """`install`: installs the unit weights, already on the device, in the module."""
-        self._runner, self._slots, self._install = state.runner, state.slots, install
+        self._runner = state.runner
+        self._slots = state.slots
+        self._install = install
         self.weights: dict[int, torch.nn.Parameter] = {}
         """Installed weights by `id`."""
         self._handles: list[Any] = []

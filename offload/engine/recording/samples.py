@@ -24,7 +24,9 @@ class Samples:
     """Takes samples from batches. `rows`: configured row axes, or None."""
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
-        self._state, self._rows, self._has_peers = state, rows, state.runner.has_peers
+        self._state = state
+        self._rows = rows
+        self._has_peers = state.runner.has_peers
 
     def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
         """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.

@@ -61,16 +61,27 @@ class TrialRuns:
     """
 
     def __init__(self, state: EngineState, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
-        self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
-        self._model, self._state, self._may_cut_rows = state.model, state, may_cut_rows
-        self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
-        self._recorded_losses: list[float] = []
-        self._is_training = False
-        self._roots: Mapping[str, Any] = {}  # the arguments of the model call
+        self._state = state
+        self._model = state.model
+        self._has_backward = has_backward
+        self._may_cut_rows = may_cut_rows
+        self.known = known
+        self.samples = Samples(state, known.rows)
+
+        # Of the present recording.
         self.is_complete = True
         """False from the start of a recording until `end`."""
-        self.loss_decisions: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
-        self._foreign_decisions: set[str] = set()  # keys of decisions from another engine, not yet tried here
+        self._is_training = False
+        self._roots: Mapping[str, Any] = {}
+        """The arguments of the model call."""
+        self._recorded_losses: list[float] = []
+        self._unused_sample: tuple[Batch, Batch] | None = None
+        """A batch and the recorded rows of it, for the equivalence check."""
+
+        self.loss_decisions: dict[str, list[int]] = {}
+        """Loss decisions by the names of the batch tensors."""
+        self._foreign_decisions: set[str] = set()
+        """Keys of decisions from another engine, not yet tried here."""
 
     def on_batch(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record a kind of batch that is new to some rank; return the inputs completed with the results. Collective.
@@ -126,7 +137,8 @@ class TrialRuns:
         self, batch: Batch, loss_fn: LossFunction | None, known: KnownPass, leader: int, has_full_length: bool
     ) -> BatchForm:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
-        rows, kind, form = known.rows, known.kind, known.form
+        rows, kind = known.rows, known.kind
+        form = known.form
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
@@ -320,7 +332,9 @@ class TrialRuns:
 
     def on_call(self, call: ModelCall, check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
-        self.is_complete, self._roots, self._is_training = False, {"arguments": (call.args, call.kwargs)}, True
+        self.is_complete = False
+        self._is_training = True
+        self._roots = {"arguments": (call.args, call.kwargs)}
         if self._state.stages.needs_short_recording:
             self._record_few(self.samples.call_samples(call)[:-1])
         with self._with_dtypes_explained(call.args, call.kwargs):
