@@ -102,7 +102,9 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
 
 def device_of(accelerator: Accelerator | None) -> torch.device:
     """Return the torch device for an accelerator; the CPU for None."""
-    return torch.device("cpu") if accelerator is None else accelerator.device
+    if accelerator is None:
+        return torch.device("cpu")
+    return accelerator.device
 
 
 def compiles_by_default(device: str) -> bool:

@@ -381,4 +381,6 @@ def foreign_names(folder: Path) -> list[str]:
             with contextlib.suppress(CheckpointError, OSError):
                 names -= Manifest.decode((folder / MANIFEST).read_bytes(), folder).attached.keys()
         return sorted(names)
-    return [folder.name] if folder.exists() or folder.is_symlink() else []
+    if not (folder.exists() or folder.is_symlink()):
+        return []
+    return [folder.name]

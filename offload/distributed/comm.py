@@ -120,7 +120,9 @@ class Comm:
                 f"offload.replicas is {num_replicas}, but {self.size} ranks cannot be divided into that many equal "
                 f"replicas: set --offload.replicas to one of {fitting}, or to auto."
             )
-        return (self, Comm()) if num_replicas == 1 else self._split(num_replicas)
+        if num_replicas == 1:
+            return (self, Comm())
+        return self._split(num_replicas)
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:  # noqa: ARG002
         return self, self

@@ -160,7 +160,9 @@ class StagedRanks(_AcceleratorRanks):
 
 def _on_host(flat: torch.Tensor) -> torch.Tensor:
     """Return a host buffer for `flat`: the tensor itself if already on the host."""
-    return flat if flat.is_cpu else torch.empty_like(flat, device="cpu")
+    if flat.is_cpu:
+        return flat
+    return torch.empty_like(flat, device="cpu")
 
 
 def _take_up(flat: torch.Tensor, host: torch.Tensor) -> None:

@@ -92,7 +92,9 @@ def own_address(store: Any, rank: int, size: int, host: str) -> str:
     store.set(f"address-{rank}", address)
     addresses = [str(entry, "ascii") for entry in store.multi_get([f"address-{other}" for other in range(size)])]
     remote = next((other for other in addresses if not is_loopback(other)), None)
-    return address_toward(remote) if remote and is_loopback(address) else address
+    if remote and is_loopback(address):
+        return address_toward(remote)
+    return address
 
 
 @contextmanager

@@ -82,7 +82,9 @@ class _Peer:
 
     def at(self, queue: int) -> Position:
         """Return the rank's position in `queue`, or the start position if the queue does not exist yet."""
-        return self.positions[queue] if queue < len(self.positions) else Position()
+        if queue < len(self.positions):
+            return self.positions[queue]
+        return Position()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one line. Data refused by the socket is sent before the next line."""

@@ -173,7 +173,9 @@ class Lanes:
             lane: Lane = getattr(self, shared)
             return lane
         has_thread = self.overlap or row.link in DISK_LANES
-        return self._thread(row.name, row.link) if has_thread else self._inline(row.name)
+        if has_thread:
+            return self._thread(row.name, row.link)
+        return self._inline(row.name)
 
     def _thread(self, name: str, link: str) -> Lane:
         abort = self.abort if name in ("collective", "network") else None  # only there other ranks wait

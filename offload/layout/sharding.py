@@ -113,7 +113,9 @@ class Sharding:
         """Return the `plane` elements on this rank."""
         if not self.is_cut(plane):
             return slice(0, region.numel)
-        return self.own(region) if self.is_own(plane) else self.shard(region)
+        if self.is_own(plane):
+            return self.own(region)
+        return self.shard(region)
 
     def error_bytes(self, region: Region) -> int:
         """Return the bytes for gradient quantization errors on this rank."""

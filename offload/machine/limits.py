@@ -43,7 +43,9 @@ class Limit:
 
     def share(self, num_sharing: int) -> int:
         """Return the bytes available to one of `num_sharing` ranks."""
-        return self.free_bytes if self.is_own else self.free_bytes // num_sharing
+        if self.is_own:
+            return self.free_bytes
+        return self.free_bytes // num_sharing
 
     def __str__(self) -> str:
         return (

@@ -67,7 +67,9 @@ class RunTimeKernels:
         """
         if (device, program) not in self._found:
             self._found[device, program] = self._open(device, program, find_difference)
-        return None if device in self.refused else self._found[device, program]
+        if device in self.refused:
+            return None
+        return self._found[device, program]
 
     def _open(self, device: torch.device, program: Program, find_difference: Callable[[Launch], str]) -> Launch | None:
         try:

@@ -208,7 +208,9 @@ def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
 
 def _sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root. torch with float32 on the CPU may be off by an ulp (with MKL)."""
-    return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
+    if x.device.type == "cpu":
+        return x.double().sqrt_().float()
+    return x.sqrt()
 
 
 def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:

@@ -37,7 +37,9 @@ class SGD(UpdateRule):
 
     @property
     def moments(self) -> tuple[Plane, ...]:
-        return (Plane("momentum_buffer", torch.float32),) if self.momentum else ()
+        if not self.momentum:
+            return ()
+        return (Plane("momentum_buffer", torch.float32),)
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return descend(states, gradients, by, self.momentum)

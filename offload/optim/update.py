@@ -123,7 +123,9 @@ def total_norm(squares: Iterable[float]) -> float:
     total = 0.0
     for value in squares:  # not sum(): from Python 3.12 on it compensates, and gives other bits
         total += value
-    return math.sqrt(total) if total == total and total >= 0.0 else math.nan
+    if total == total and total >= 0.0:
+        return math.sqrt(total)
+    return math.nan
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

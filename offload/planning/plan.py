@@ -133,7 +133,9 @@ class Plan:
         """Return a message about update placement; empty if all updates run on the host."""
         streamed = self.residence.updated_on_device
         if not streamed or self.update != "both":
-            return "updates on the device" if self.update == "device" else ""
+            if self.update == "device":
+                return "updates on the device"
+            return ""
         trainable = [region for region in regions if region.trainable]
         on_device = [region for region in trainable if region.index in streamed]
         kept, all_bytes = (

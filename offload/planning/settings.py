@@ -202,7 +202,9 @@ class Settings:
 
     def delay_seed(self, rank: int = 0) -> int | None:
         """Return the seed for random lane delays on a rank; None: no delays."""
-        return None if self.debug is False else (int(self.debug) << 16) + rank
+        if self.debug is False:
+            return None
+        return (int(self.debug) << 16) + rank
 
 
 Settings.__doc__ = with_texts(Settings.__doc__, ENGINE_TEXTS)

@@ -100,7 +100,9 @@ class SlotMemory:
             rank = (min((next_use[c] for c in over), default=math.inf), offset == home, -offset)
             if (not over or rank[0] > serves) and (best is None or rank > best[0]):
                 best = rank, over
-        return None if best is None else (-best[0][2], (*leaving, *best[1]))
+        if best is None:
+            return None
+        return (-best[0][2], (*leaving, *best[1]))
 
 
 def build(

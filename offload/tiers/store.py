@@ -126,7 +126,9 @@ class Store:
             return ""
         if tier != self.residence.common:
             return _STAYING
-        return _TRAVELLING if self.residence.travels(region, plane) else _RESTING
+        if self.residence.travels(region, plane):
+            return _TRAVELLING
+        return _RESTING
 
     def _state_of(self, region: Region, memory: Mapping[tuple[Region, str], torch.Tensor]) -> RegionState:
         """Return the state of a region before the first update."""
