@@ -157,6 +157,15 @@ def test_large_results_on_a_cpu_are_in_memory_that_the_system_fills_with_zeros()
     assert compute_seconds(use, [cost], 1, Settings(), MACHINE) == (2.0, 0.0), "an allocator that keeps memory"
 
 
+def test_a_fill_does_not_read_what_it_overwrites() -> None:
+    counter = OpCounter()
+    target, source = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.bfloat16, device="meta")
+    with counter.watching():
+        target.copy_(source)
+        target.zero_()
+    assert counter.cost.moved_bytes == 2 * target.nbytes + source.nbytes
+
+
 @pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])
 def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, rows: int) -> None:
     """Each gradient is read, and the fp32 sum is read and written. A single micro-batch needs no sum."""

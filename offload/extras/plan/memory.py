@@ -321,7 +321,7 @@ class StepMemory:
                 continue
             if is_kept:
                 kept_bytes += call.saved_bytes * parts
-                if parts > 1 and not call.keeps_graph:  # with the results: the next unit reads a joined copy
+                if self._keeps_results(number, kept, offloaded):
                     kept_bytes += call.result_bytes * parts
             joined = 2 * parts if parts > 1 else 0
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
@@ -330,14 +330,28 @@ class StepMemory:
             if is_offloaded:  # offloaded after the forward; prefetched during the backward of another graph
                 forward += call.saved_bytes
                 backward += call.input_bytes + self._graph_bytes(call) // parts
-            elif self._place_inputs(call, is_kept)[1]:  # fetched per micro-batch, double-buffered
-                backward += min(2, parts) * call.input_bytes
+            elif self._place_inputs(call, is_kept)[1]:  # with overlap, the next part or use is fetched ahead
+                backward += (2 if self.plan.overlap else min(2, parts)) * call.input_bytes
             if self.settings.compile == "always" and call.is_block:  # a compiled backward creates all gradients at once
                 regions = [region for region in self._regions if region.trainable and call.name in region.units]
                 backward += sum(region.weight_bytes for region in regions)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
             peak_bytes = max(peak_bytes, kept_bytes + max(forward, backward))
         return max(0, peak_bytes - waiting_bytes)
+
+    def _keeps_results(self, number: int, kept: Kept, offloaded: frozenset[int]) -> bool:
+        """True if a graph on the device holds results of its own: the next use has no such input on the device."""
+        calls, following = self.workload.calls, number + 1
+        if calls[number].keeps_graph:  # a stretch that follows was measured with the results
+            names = [n for n in range(following, len(calls)) if calls[n].name is not None]
+            if not names:
+                return False
+            following = names[0]
+        elif following == len(calls) or calls[following].name is None:
+            return True
+        is_joined = self.workload.num_micro_batches > 1
+        leaves = following in offloaded or self._place_inputs(calls[following], following in kept.graphs)[1] > 0
+        return is_joined or leaves
 
     def _forward_only_bytes(self) -> int:
         """Return the peak operation memory for a forward-only step (MeZO).

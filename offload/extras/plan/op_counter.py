@@ -37,6 +37,9 @@ _FREE_OPERATIONS = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
 """Operations reading only as many bytes as the result has, from a possibly larger table."""
 
+_FILLS = frozenset((_aten.copy_, _aten.zero_, _aten.fill_))
+"""Operations that write the first operand without reading it."""
+
 
 def _histc(values: torch.Tensor, bins: int = 100, *_range: float, **_options: float) -> torch.Tensor:
     return values.new_empty(bins)
@@ -126,6 +129,8 @@ class OpCounter(WatchingMode):
         if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
             if func.overloadpacket in _GATHERS:
                 inputs = [*outputs, *inputs[1:]]
+            elif func.overloadpacket in _FILLS:
+                inputs = inputs[1:]
             num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
             flops = _flops(func, args, kwargs, result)
             fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0

@@ -1,0 +1,517 @@
+"""The engine on shapes: its own steps over simulated lanes, with operations counted in place of compute.
+
+Nothing is told again here: uses, recomputation, transfers and updates are those of the engine. It shows where the
+simulated step of a plan differs from the engine:
+
+    python -m tests.forecast.dry_engine
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from offload.app.config.config import Config
+from offload.distributed.comm import Comm
+from offload.engine import state as engine_state
+from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.state import EngineState
+from offload.engine.steps import METHODS
+from offload.engine.units import activation_offload
+from offload.engine.units.arguments import deliver_result, receive_call
+from offload.engine.units.recompute_policy import saved_tensors_watched
+from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
+from offload.engine.units.stages import Use
+from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
+from offload.engine.units.trial import SavedBytes
+from offload.engine.units.unit import Unit
+from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.measure import BatchSpec
+from offload.extras.plan.memory import INPUTS, KEPT
+from offload.extras.plan.op_counter import OpCounter
+from offload.extras.plan.simulated_lanes import SimulatedLanes
+from offload.extras.plan.simulated_step import (
+    SimulatedStep,
+    _SimulatedAccelerator,
+    _SimulatedMeasures,
+    _SimulatedNvme,
+    _TimedUpdatePlace,
+    simulate,
+    without_garbage_collector,
+)
+from offload.extras.plan.timing import _PART_HOST_S, _USE_HOST_S, STEP_HOST_S, TILE_HOST_S, PlannedStep, compute_seconds
+from offload.extras.plan.workload import NO_WORK
+from offload.lanes.ticket import Ticket
+from offload.planning.memory import BUFFER, SLOT
+from offload.tiers.counters import Counters, Ledger
+from offload.tiers.store import Store
+
+NUM_STEPS, NUM_WARM = 8, 5
+"""Steps, and those before the measured ones. The engine lends spare memory after two steps with equal peaks."""
+BYTES = ("h2d", "d2h", "nvme_read", "nvme_write")
+_STORAGE_BITS = 48
+"""Bits of an address within a storage."""
+RECORDED_ROWS = 2, 3
+"""Batch rows of the two recording passes."""
+
+
+class DryCounter(OpCounter):
+    """Counts the operations of an engine too. A view of a whole storage is free, and has no values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.set_.source_Storage:
+            self._values.pop(args[0], None)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class CountedLanes(SimulatedLanes):
+    """Simulated lanes on which compute takes the time of the operations counted since the last look at the lanes."""
+
+    def __init__(self, step: PlannedStep, counter: OpCounter) -> None:
+        plan = step.simulated_plan(sys.maxsize)
+        self._step = step
+        self._counter = counter
+        self._charged = counter.cost
+        super().__init__(step.seconds(), in_stream=plan.in_stream, inline=plan.inline, disk_share=plan.disk_share)
+
+    def charge(self) -> None:
+        """Let compute do the operations so far."""
+        cost, self._charged = self._counter.cost - self._charged, self._counter.cost
+        if cost.num_operations or cost.moved_bytes:
+            self.compute(*compute_seconds(NO_WORK, [cost], 1, self._step.settings, self._step.hardware))
+
+    def mark(self) -> Sequence[Ticket]:
+        self.charge()
+        return super().mark()
+
+    def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        self.charge()
+        super().compute_after(tickets, users=users)
+
+    def wait(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        self.charge()
+        super().wait(tickets, users=users)
+
+    def now(self) -> None:
+        """Return nothing: the tickets have the times."""
+
+    def record_compute(self, name: str, begin: Any) -> Sequence[Ticket]:
+        """End a use: the host has taken the time of one."""
+        marks = self.mark()
+        is_backward = name.startswith("backward")
+        self.spend(_USE_HOST_S[is_backward] + _PART_HOST_S[is_backward] * self._step.workload.num_micro_batches)
+        return marks
+
+
+class DryDevice(_SimulatedAccelerator):
+    """An accelerator without storage, of which the tensors are on `meta`."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self, ledger: Ledger, lanes: CountedLanes, counter: OpCounter) -> None:
+        super().__init__(ledger, copies_aside=False)
+        self._lanes = lanes
+        self._counter = counter
+        self._peak_bytes = 0
+
+    def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
+        with torch.utils._mode_utils.no_dispatch():  # in the ledger: no memory of an operation
+            return super().allocate(name, num_bytes, fix)
+
+    def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
+        if memory.device.type != "meta":
+            return super().address(memory)
+        if isinstance(memory, torch.UntypedStorage):
+            return memory._cdata << _STORAGE_BITS
+        begin = memory.storage_offset() * memory.itemsize
+        return self.address(torch.Tensor.untyped_storage(memory)) + begin
+
+    def copy_to_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        marks = self._lanes.mark()
+
+        def wait() -> torch.Tensor:
+            self._lanes.wait(marks)
+            return self.to_host(values)
+
+        return wait
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(values.shape, dtype=values.dtype, device="cpu")
+
+    def take_recent_peak(self) -> int:
+        """Return the planned memory, and the most that operations have held."""
+        waiting = sum(self.ledger.allocations.get(name, 0) for name in (INPUTS, KEPT))
+        peak = self.ledger.current_bytes - waiting + self._counter.peak_bytes
+        self._counter.begin()
+        self._peak_bytes = max(self._peak_bytes, peak)
+        return peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+
+class DryMeasures(_SimulatedMeasures):
+    """Measures without values. A first gradient is copied, a further one is added."""
+
+    def __init__(self, store: Store, square: float) -> None:
+        self._regions = list(store.states)
+        super().__init__(self._regions, square)
+
+    def begin_step(self) -> None:
+        self.touched = {region.index: [False] * len(region.pieces) for region in self._regions}
+
+    def record_square(self, piece: Any, square: float | None) -> None:
+        """Do nothing: the squares are given."""
+
+    def complete(self, region: Any) -> None:
+        """Do nothing: the squares are given."""
+
+
+class _SavedTensors(SavedBytes):
+    """Bytes that a graph saves, and whether weights are among them."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], state: EngineState) -> None:
+        super().__init__(inputs, state.device)
+        self._slots = state.slots
+        self.has_weights = False
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if self._slots.holds(tensor):
+            self.has_weights = True
+        elif not is_number(tensor):
+            super().add(tensor)
+
+
+class ShapeRecording:
+    """What a recording learns from shapes alone: batch axes, saved bytes, and shared inputs."""
+
+    def __init__(self, state: EngineState, rows: int, before: ShapeRecording | None) -> None:
+        self._state = state
+        self._before = before
+        self.rows = rows
+        self.uses: dict[str, RecordedUse] = {}
+        self._inputs: list[tuple[UnitTraits, list[torch.Tensor]]] = []
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one use of a unit."""
+        runner = self._state.runner
+        arguments, containers = receive_call(args, kwargs)
+        traits = unit.learn(arguments.structure)
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in arguments.tensors]
+        saved = _SavedTensors(leaves, self._state)
+        runner.enter(unit)
+        use = Use(runner, arguments, leaves, arguments.others)
+        with torch.enable_grad(), saved_tensors_watched(saved.add):
+            result = runner.run(unit, use, unit.forward)
+        runner.leave()
+        others = list(arguments.others)
+        shapes = [[t.shape for t in tensors] for tensors in (leaves, result.tensors)]
+        recorded = self.uses[unit.name] = RecordedUse(shapes[0], others, shapes[1], saved.num_bytes)
+        if self._before is None:
+            keeps_nothing = has_only_torch_nodes(result.tensors) and not saved.num_bytes
+            detached = frozenset(i for i, t in enumerate(result.tensors) if not t.requires_grad)
+            graph = GraphTraits(detached, keeps_nothing, saved.has_weights or not keeps_nothing)
+            traits.learn_use(unit.gradient_signature(arguments.tensors), graph, set(), set(), is_first=True)
+        else:
+            rows = self._before.rows, self.rows
+            traits.learn_rows(self._before.uses[unit.name], recorded, rows, is_first=True)
+        self._inputs.append((traits, list(arguments.tensors)))
+        original = {id(leaf): tensor for leaf, tensor in zip(leaves, arguments.tensors, strict=True)}
+        outputs = [original.get(id(t), t.detach().requires_grad_(t.requires_grad)) for t in result.tensors]
+        return deliver_result(result, outputs, containers)
+
+    def finish(self) -> None:
+        """Note the inputs that several units receive."""
+        received = [id(tensor) for _, tensors in self._inputs for tensor in tensors]
+        for traits, tensors in self._inputs:
+            traits.shared.update(i for i, tensor in enumerate(tensors) if received.count(id(tensor)) > 1)
+
+
+class _Loss:
+    """The loss of a batch of shapes, with its backward."""
+
+    is_called_per_micro_batch = False
+
+    def __init__(self, model: nn.Module, state: EngineState, batch: BatchSpec, micro_rows: int) -> None:
+        self._model = model
+        self._runner = state.runner
+        self._batch = batch
+        self._micro_rows = micro_rows
+
+    def total(self, inputs: Any, runs_backward: bool = False) -> torch.Tensor:
+        rows, runner = self._batch.rows, self._runner
+        with runner.as_engine_calls(), runner.micro_batches(rows, self._micro_rows, -(-rows // self._micro_rows)):
+            loss = run_model(self._model, self._batch.make(rows))
+            runner.backward(loss)
+        return loss.detach()
+
+
+def _no_snapshot() -> Any:
+    """Take none: no step here is repeated."""
+
+
+def run_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of the model."""
+    return find_loss(model(**select_inputs(model, batch, None)))
+
+
+class DryEngine:
+    """An engine on shapes, with the plan of a planned step. It takes the model for good."""
+
+    def __init__(self, model: nn.Module, step: PlannedStep, batch: BatchSpec) -> None:
+        self.counter = DryCounter()
+        self.lanes = lanes = CountedLanes(step, self.counter)
+        self._model = model
+        self._batch = batch
+        prepared, settings = step.prepared, step.settings
+        simulated = step.simulated_plan(sys.maxsize)
+        limit = settings.max_grad_norm or 1.0
+        square = (2.0 * limit) ** 2 if simulated.corrects else 0.0
+        self._hardware = step.hardware
+
+        def open_device(_accelerator: object, ledger: Ledger, **_: Any) -> DryDevice:
+            ledger.budget_bytes = step.memory.budget
+            return DryDevice(ledger, lanes, self.counter)
+
+        def open_nvme(*_: Any, rings: Mapping[str, int], counters: Counters, **__: Any) -> _SimulatedNvme:
+            return _SimulatedNvme(rings, lanes, counters)
+
+        stand_ins = {
+            "own_accelerator": lambda _: None,
+            "open_device": open_device,
+            "open_lanes": lambda *_, **__: lanes,
+            "Nvme": open_nvme,
+            "Measures": lambda store: DryMeasures(store, square),
+        }
+        structure = prepared.structure
+        with patch.multiple(engine_state, **stand_ins):
+            self.state = EngineState(
+                model,
+                settings,
+                structure.infos,
+                structure.candidates,
+                structure.regions,
+                structure.splitting,
+                prepared.plan,
+                Counters(),
+                Comm(),
+            )
+        self._take_over(step)
+        micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
+        loss: Any = _Loss(model, self.state, batch, micro_rows)
+        self.method = METHODS[settings.optimizer.method](self.state, settings, loss, _no_snapshot)
+        tiles = self.state.updates.tiles
+        tiles.place = _TimedUpdatePlace(tiles.place, lanes, TILE_HOST_S)
+        self.state.updates.decide(simulated.settings.clip)
+
+    def _take_over(self, step: PlannedStep) -> None:
+        """Reroute the units, as `assemble` does after it has stored the weights."""
+        state = self.state
+        self._model.train()
+        state.caches.turn(on=False)
+        for unit in state.units:
+            for place in unit.places:
+                unit.placeholders[place.parameter] = state.ownership.placeholders[place.parameter]
+            unit.install(unit.placeholders)
+        state.runner.stages.divert()
+        for unit in state.units:
+            if unit.resident:
+                state.keep(unit)
+            else:
+                unit.route(state.router)
+        for region in step.regions:
+            if len(region.units) > 1:
+                state.gradients.make_lasting(region)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        room = {"available_bytes": self._hardware.host_bytes}
+        with (
+            without_garbage_collector(),
+            patch.object(activation_offload, "memory", lambda: room),
+            self.counter.watching(),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def record(self) -> None:
+        """Run the model twice on a few rows, to learn the traits of the units."""
+        state, before = self.state, None
+        with self._counting():
+            for rows in RECORDED_ROWS:
+                recording = ShapeRecording(state, rows, before)
+                state.executor.begin("recording")
+                with state.router.diverted(recording.call):
+                    run_model(self._model, self._batch.make(rows))
+                recording.finish()
+                state.executor.end()
+                before = recording
+        state.device.take_recent_peak()
+
+    def step(self) -> None:
+        """Make one step."""
+        inputs: Any = SimpleNamespace(
+            plan=SimpleNamespace(schedule_key="step"), num_targets=self._batch.rows * self._batch.length
+        )
+        with self._counting():
+            self.method.step(inputs)
+            self.lanes.compute(0.0, STEP_HOST_S)
+
+    def run(self) -> SimulatedStep:
+        """Return the mean of the last steps."""
+        self.record()
+        for number in range(NUM_STEPS):
+            if number == NUM_WARM:
+                before = self._times()
+            self.step()
+        count, counters = NUM_STEPS - NUM_WARM, self.state.counters
+        mean = [
+            {name: (seconds[name] - first.get(name, 0.0)) / count for name in seconds}
+            for first, seconds in zip(before, self._times(), strict=True)
+        ]
+        moved = {name: float(getattr(counters, f"{name}_bytes")) for name in BYTES}
+        return SimulatedStep(mean[0]["now"], mean[1], mean[2], moved)
+
+    def _times(self) -> tuple[dict[str, float], ...]:
+        return {"now": self.lanes.now_s}, dict(self.lanes.busy_s), dict(self.lanes.exposed_s)
+
+    @property
+    def other_bytes(self) -> int:
+        """Peak device bytes, without those that the engine lends to slots and gradient buffer."""
+        state = self.state
+        return state.device.peak_bytes - state.slots.capacity_bytes - state.gradients.buffer_bytes
+
+    def close(self) -> None:
+        """Free the host memory."""
+        self.state.close(restore=False)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A planned step, and the same step of an engine on shapes."""
+
+    planned: SimulatedStep
+    dry: SimulatedStep
+    planned_bytes: int
+    """Peak device bytes of the plan, without slots and gradient buffer."""
+    dry_bytes: int
+    slots_bytes: tuple[int, int]
+    """Device memory for streamed weights: planned, and of the engine on shapes."""
+    seconds: tuple[float, float]
+    """Time to simulate, and to run the engine on shapes."""
+
+
+BASE = {
+    "model.preset": "tiny",
+    "data.sequence_length": 1024,
+    "data.packing_isolated": False,
+    "train.batch_size": 8,
+    "train.precision": "bf16",
+    "train.compile": "never",
+    "train.recompute": "always",
+    "train.head_chunk_bytes": "none",
+    "offload.nvme_dir": ["/disk"],
+    "offload.parameters": "cpu",
+    "offload.optimizer": "cpu",
+    "offload.device_memory": "6GiB",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "always": {},
+    "never": {"train.recompute": "never", "offload.device_memory": "16GiB"},
+    "auto": {"train.recompute": "auto", "offload.device_memory": "5GiB"},
+    "micro-batches": {"train.micro_batch_size": 2},
+    "micro-batches, auto": {"train.micro_batch_size": 2, "train.recompute": "auto"},
+    "inputs on the host": {"offload.activations": "cpu"},
+    "graphs on the host": {"train.recompute": "never", "offload.graphs": "cpu"},
+    "states on disk": {"offload.optimizer": "nvme"},
+    "all on disk": {"offload.optimizer": "nvme", "offload.parameters": "nvme"},
+    "adapters": {"lora.rank": 16},
+    "adapters, auto": {"lora.rank": 16, "train.recompute": "auto"},
+}
+MACHINES = ("rtx-4090", "rtx-3090", "h200")
+
+
+def model_config(num_layers: int = 6) -> LlamaConfig:
+    """Return a model with wide layers, so that neither launches nor links alone decide a step."""
+    return LlamaConfig(
+        vocab_size=4096,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+def compare(case: Mapping[str, Any], machine: str) -> Compared:
+    """Plan a step, simulate it, and run it on shapes."""
+    config, hardware = Config.load(None, {**BASE, **case}), read_machine(machine)
+    forecaster = Forecaster(config, 1, architecture=model_config())
+    forecast = forecaster.predict(config, hardware)
+    assert forecast.step is not None, forecast.notes
+    step = forecast.step
+    plan = step.simulated_plan(sys.maxsize)
+    begin = time.perf_counter()
+    with without_garbage_collector():
+        planned = simulate(step.calls, plan, step.seconds())
+    middle = time.perf_counter()
+    rows, length = config.train.batch_size, int(config.data.sequence_length or 0)
+    engine = DryEngine(forecaster._built.model, step, BatchSpec("causal", rows, length))
+    dry = engine.run()
+    end = time.perf_counter()
+    least_bytes = step.plan.range(SLOT)[0] + step.plan.range(BUFFER)[0]
+    compared = Compared(
+        planned,
+        dry,
+        step.memory.device_bytes - least_bytes,
+        engine.other_bytes,
+        (plan.capacity_bytes, engine.state.slots.capacity_bytes),
+        (middle - begin, end - middle),
+    )
+    engine.close()
+    return compared
+
+
+def main(names: Sequence[str]) -> None:
+    """Print a table of all cases, or of those with these names."""
+    for machine in MACHINES:
+        for name in names or CASES:
+            found = compare(CASES[name], machine)
+            seconds = found.planned.seconds, found.dry.seconds
+            moved = " ".join(
+                f"{lane} {found.planned.moved_bytes[lane] / 1e9:.4f}/{found.dry.moved_bytes[lane] / 1e9:.4f}"
+                for lane in BYTES
+                if found.planned.moved_bytes[lane] or found.dry.moved_bytes[lane]
+            )
+            busy = " ".join(
+                f"{lane} {found.planned.busy_s[lane]:.4f}/{found.dry.busy_s[lane]:.4f}"
+                for lane in ("compute", *BYTES, "update")
+                if found.planned.busy_s[lane]
+            )
+            print(
+                f"{machine:9} {name:20} {seconds[0]:.4f} {seconds[1]:.4f} s {seconds[1] / seconds[0] - 1:+.2%} | "
+                f"peak {found.planned_bytes >> 20} {found.dry_bytes >> 20} MiB "
+                f"{found.dry_bytes / found.planned_bytes - 1:+.1%} | "
+                f"slots {found.slots_bytes[0] >> 20} {found.slots_bytes[1] >> 20} | GB {moved} | s {busy} | "
+                f"{found.seconds[0]:.2f} {found.seconds[1]:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
