@@ -75,6 +75,7 @@ class Conversion:
         self.is_stacked = False
         if self._row_members and len(self.outputs) == 1:
             (shape,) = self.outputs.values()
+            # One row alone must have the shape of a row of the stack.
             (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
             self.is_stacked = (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
         self.rows = len(self._row_members) if self.is_stacked else 0

@@ -33,6 +33,7 @@ class TensorSource:
         if self.file.entries[self.key].dtype == self.dtype:
             return self.file.read(self.key, begin, end)
         values = torch.empty(end - begin, dtype=self.dtype)
+        # In blocks: a conversion at once would hold both dtypes.
         for low, high in _blocks(end - begin, 1):
             values[low:high] = self.file.read(self.key, begin + low, begin + high)
         return values

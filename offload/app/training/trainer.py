@@ -313,6 +313,7 @@ class Trainer:
         """Write the record files, after the first step has succeeded."""
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
+        # By these numbers a report sees whether the run is alive.
         pids = self._comm.gather_objects(os.getpid(), "process ids")
         self._saves.begin()
         try:
