@@ -21,6 +21,7 @@ HELD = [
     "offload/app/*.py",
     "offload/app/hf/*.py",
     "offload/app/telemetry/*.py",
+    "offload/app/training/*.py",
     "offload/checkpoint/*.py",
     "offload/distributed/*.py",
     "offload/engine/*.py",
