@@ -25,6 +25,8 @@ HELD = [
     "offload/checkpoint/*.py",
     "offload/distributed/*.py",
     "offload/engine/*.py",
+    "offload/engine/gradients/*.py",
+    "offload/engine/methods/*.py",
     "offload/engine/recording/*.py",
     "offload/extras/adapters/*.py",
     "offload/extras/data/*.py",

@@ -31,15 +31,16 @@ class DeviceUpdates(UpdatePlace):
         store: Store,
     ) -> None:
         """`streamed`: indices of regions updated on the device. `memory`: flat uint8 device memory."""
-        self._in_place, self._streamed = in_place, streamed
-        self._ring, self._lanes, self._device = Ring(memory, UPDATE_RING), store.lanes, store.device
+        self._in_place = in_place
+        self._streamed = streamed
+        self._ring = Ring(memory, UPDATE_RING)
+        self._lanes = store.lanes
+        self._device = store.device
         self._counters = store.counters
         self._start_tickets: Sequence[Ticket] = ()
         self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
-        self._host_counts, self._counts_fence = (
-            store.device.host_memory(len(store.states), torch.int64),
-            Fence("counts"),
-        )
+        self._host_counts = store.device.host_memory(len(store.states), torch.int64)
+        self._counts_fence = Fence("counts")
 
     def begin_step(self) -> None:
         """Start new counts; a lane still checks the previous step's counts."""

@@ -73,29 +73,45 @@ class GradientFlow:
 
         `sizes`: device buffer sizes in bytes, by plan name.
         """
-        self._store, self._infos, self._device, self._lanes = store, store.infos, store.device, store.lanes
+        self._store = store
+        self._infos = store.infos
+        self._device = store.device
+        self._lanes = store.lanes
         self._exist = settings.optimizer.has_gradients
+
+        # The present step.
+        self.sums_in_fp32 = False
+        """Micro-batches or chunks are summed in the buffer, in fp32."""
+        self._repeats = False
+        self.are_complete = False
+        self._observer: GradientObserver | None = None
+
+        # Device memory: a ring for gradients that leave at once, buffers for those with several contributions.
         num_pieces = Counter(parameter for region in store.states for parameter in region.parameters)
-        # Regions with planned room in the buffer in fp32.
         self._planned_wide = {
             region
             for region in store.states
             if settings.splits or any(num_pieces[parameter] > 1 for parameter in region.parameters)
         }
-        self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
-        self._repeats = self.are_complete = False
-        self._observer: GradientObserver | None = None
+        """Regions with planned room in the ring in fp32."""
         self._buffer = Ring(self._device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(self._device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
-        self._lasting: dict[Region, torch.Tensor] = {}
-        self._lasting_so_far: set[Region] = set()  # keys in `_lasting` for this step only
-        self._idle: dict[Region, torch.Tensor] = {}  # unused buffers from earlier steps
         self._open: dict[Region, tuple[torch.Tensor, RingSlice]] = {}
+        self._lasting: dict[Region, torch.Tensor] = {}
+        self._lasting_so_far: set[Region] = set()
+        """Keys in `_lasting` for this step only."""
+        self._idle: dict[Region, torch.Tensor] = {}
+        """Unused buffers from earlier steps."""
+
+        # The way on, to the update.
         self.measures = measures
         self.exchange = open_exchange(store, measures, sizes, settings)
         self.transfer = GradientTransfer(store, measures, self.exchange, staging)
+
+        # Places of parameters in their regions.
         self._places: dict[Piece, tuple[Region, int, slice]] = {}
-        self._ragged: dict[Region, list[slice]] = {}  # padding behind the pieces, by region
+        self._ragged: dict[Region, list[slice]] = {}
+        """Padding behind the pieces, by region."""
         for region, state in store.states.items():
             spans = [state.span(position) for position in range(len(state.region.pieces))]
             for position, (piece, span) in enumerate(zip(region.pieces, spans, strict=True)):
@@ -111,7 +127,9 @@ class GradientFlow:
         self._open.clear()
         self._buffer.reset()
         self._record_buffer.reset()
-        self.sums_in_fp32 = self._repeats = self.are_complete = False
+        self.sums_in_fp32 = False
+        self._repeats = False
+        self.are_complete = False
         self._observer = None
 
     def end_step(self) -> None:

@@ -54,7 +54,9 @@ class UpdatePolicy:
     follows.
     """
 
-    drops = updates_at_arrival = is_final = False
+    drops = False
+    updates_at_arrival = False
+    is_final = False
     arrived: Sequence[Piece] = ()
 
     def open(self) -> None:
@@ -77,8 +79,11 @@ class DeferredPolicy(UpdatePolicy):
         """`reads_early`: read states from disk during the backward. `delays`: the updates run beside the next step,
         whose weights are one step old.
         """
-        self._updates, self._measures, self._deferred = updates, measures, deferred
-        self._reads_early, self._delays = reads_early, delays
+        self._updates = updates
+        self._measures = measures
+        self._deferred = deferred
+        self._reads_early = reads_early
+        self._delays = delays
 
     def open(self) -> None:
         if self._reads_early:
@@ -86,8 +91,11 @@ class DeferredPolicy(UpdatePolicy):
             self._updates.early.begin()
 
     def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
-        updates, deferred, touched, early = self._updates, self._deferred, self._measures.touched, self._updates.early
-        scale, has_peers = clip_coefficient(norm, limit), self._measures.has_peers
+        updates, deferred = self._updates, self._deferred
+        early = updates.early
+        touched = self._measures.touched
+        has_peers = self._measures.has_peers
+        scale = clip_coefficient(norm, limit)
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
         waiting = [state for state in updates.store.states.values() if state.has_gradient_plane]
@@ -151,7 +159,10 @@ class ImmediatePolicy(UpdatePolicy):
         self, tiles: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
     ) -> None:
         """`is_inline`: updates run on the compute stream and need not wait for the measures."""
-        self._tiles, self._measures, self._limit, self._norm = tiles, measures, limit, norm
+        self._tiles = tiles
+        self._measures = measures
+        self._limit = limit
+        self._norm = norm
         self._has_to_know = limit is not None or not is_inline
         self._updates: list[RegionUpdate] = []
         self.arrived: list[Piece] = []
@@ -184,8 +195,11 @@ class UpdateAtArrival(RegionUpdate):
         self, running_norm: RunningNorm, limit: float | None, norm: float | None, *update: Any, is_final: bool
     ) -> None:
         super().__init__(*update, is_final=is_final)
-        self._running_norm, self._limit, self._norm = running_norm, limit, norm
-        self._number, self._arrival = running_norm.append(self.region), self.fence.before_read()
+        self._running_norm = running_norm
+        self._limit = limit
+        self._norm = norm
+        self._number = running_norm.append(self.region)
+        self._arrival = self.fence.before_read()
 
     def choose_scale(self) -> None:
         for ticket in self._arrival:  # the stream may be behind, and the host reads earlier results
@@ -205,7 +219,9 @@ class SpeculativePolicy(ImmediatePolicy):
     is_final = False
 
     def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
-        scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
+        scale = clip_coefficient(norm, limit)
+        total, worst = 0.0, 1.0
+        wrong = []
         for update in self._updates:  # the same sums as on the lane, which may be behind
             total += sum(map(self._measures.squares.__getitem__, update.region.pieces))
             applied_scale = clip_coefficient(total_norm([total]), limit)

@@ -68,7 +68,8 @@ class ReduceScatter(Exchange):
         users: Sequence[Ticket] = ()
         if flat.dtype != torch.float32:
             stretch = self._shards.take_planned(4 * (part.stop - part.start))
-            shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, stretch.users
+            shard = stretch.flat.view(torch.float32)
+            fence, users = stretch.fence, stretch.users
             stretch.close()  # no other stretch is taken before this one has a reader
 
         def work() -> None:
@@ -83,17 +84,18 @@ class ReduceScatter(Exchange):
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
 
+        num_exchanges = 2 if whole else 1
         ticket = store.collective_lane.submit(
             work,
             reads=self._lanes.mark(),
             users=users,
             name=f"reduce {region.name}",
-            num_bytes=(2 if whole else 1) * shard.nbytes,
+            num_bytes=num_exchanges * shard.nbytes,
         )
         source.record_reader(ticket)
         self._counters.count("reduce_scatter_elements", region.numel)
         piece_bytes = (part.stop - part.start) * flat.itemsize
-        self._counters.count("network_bytes", (2 if whole else 1) * piece_bytes * store.within.num_far)
+        self._counters.count("network_bytes", num_exchanges * piece_bytes * store.within.num_far)
         if whole:
             self._counters.count("all_gather_elements", region.numel)
             fence.record_reader(ticket)
@@ -106,7 +108,8 @@ class ReduceScatter(Exchange):
         self.tickets += gradients.reads
 
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
-        region, plane, store = state.region, state.gradients, self._store
+        region, plane = state.region, state.gradients
+        store = self._store
         assert plane is not None
         self._measures.measure_shard(region, total, agrees=False)
         ticket = self._round(region, total)
@@ -121,7 +124,9 @@ class ExactSums:
     """
 
     def __init__(self, between: Comm, device: Device, scratch: torch.Tensor) -> None:
-        self.between, self.device, self.scratch = between, device, scratch
+        self.between = between
+        self.device = device
+        self.scratch = scratch
 
     def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         """Return the bytes a rank sends to each other rank."""
@@ -164,8 +169,10 @@ class ReplicaSums(Exchange):
         regions = list(store.states)
         sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
-        self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
-        exact, self._inner = ExactSums(store.between, self._device, scratch), inner
+        self._inner = inner
+        self._ring = Ring(memory[: sizes[0]], BETWEEN)
+        exact = ExactSums(store.between, self._device, memory[sizes[0] :])
+        codec = store.sharding.gradients
         self._sums: ExactSums = codec.replica_sums(exact, shares_sums=not store.sharding.spreads)
 
     def begin_step(self) -> None:
@@ -249,7 +256,8 @@ class ReplicaSums(Exchange):
         empty: the sum is not stored. `piece`: memory for an fp32 piece if `terms` is not fp32.
         """
         store, sharding = self._store, self._store.sharding
-        number, between, step = sharding.replica, store.between, len(terms) // sharding.num_replicas
+        number, between = sharding.replica, store.between
+        step = len(terms) // sharding.num_replicas
         own_sum = terms[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
         shard, own = sharding.shard(region), sharding.own(region)
         own_range = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)

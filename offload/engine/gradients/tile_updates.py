@@ -87,7 +87,10 @@ class TileUpdates:
         self, store: Store, slots: Slots, settings: Settings, place: UpdatePlace, workspace: torch.Tensor | None
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
-        self.store, self.slots, self.place, self.debug = store, slots, place, bool(settings.debug)
+        self.store = store
+        self.slots = slots
+        self.place = place
+        self.debug = bool(settings.debug)
         self.early = EarlyReads(store)
         rule = settings.optimizer
         self.settings = UpdateSettings(rule.parts, store.infos, rule.lr, settings.seed, workspace)
@@ -135,15 +138,23 @@ class RegionUpdate:
         """`gradients`: in memory, behind `fence`; None: on disk with the region's states. `touched`: per piece, True
         if there is a gradient. `is_final`: no correction follows.
         """
-        self.tiles, self.region, self.state, self.settings = tiles, region, tiles.store.states[region], tiles.settings
-        self.gradients, self.fence, self.touched, self.scale, self.is_final = gradients, fence, touched, scale, is_final
+        self.tiles = tiles
+        self.region = region
+        self.state = tiles.store.states[region]
+        self.settings = tiles.settings  # those of this step: the next one may have others
+        self.gradients = gradients
+        self.fence = fence
+        self.touched = touched
+        self.scale = scale
+        self.is_final = is_final
 
     def submit(self) -> None:
         """Submit the update, after the gradients and after every fetch of the overwritten data.
 
         Final weights are sent to other ranks with a copy.
         """
-        tiles, state, gradients = self.tiles, self.state, self.gradients
+        tiles, state = self.tiles, self.state
+        gradients = self.gradients
         tiles.mark_updating()
         tiles.slots.invalidate((self.region,))
         for number, tile in enumerate(state.tiles):
@@ -296,7 +307,9 @@ class InPlaceUpdates(UpdatePlace):
         self, lane: Lane, checking: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """`checking`: host lane that waits for counts of the device. `within`: context for the work."""
-        self._lane, self._checking, self._within = lane, checking, within
+        self._lane = lane
+        self._checking = checking
+        self._within = within
         self._counts = NonFiniteCounts(device)
 
     def begin_step(self) -> None:

@@ -51,8 +51,12 @@ class Exchange:
     """
 
     def __init__(self, store: Store, measures: Measures, debug: bool) -> None:
-        self._store, self._measures, self._debug = store, measures, debug
-        self._device, self._lanes, self._counters = store.device, store.lanes, store.counters
+        self._store = store
+        self._device = store.device
+        self._lanes = store.lanes
+        self._counters = store.counters
+        self._measures = measures
+        self._debug = debug
         self.tickets: list[Ticket] = []
 
     def begin_step(self) -> None:
@@ -148,7 +152,9 @@ class GradientTransfer:
     """
 
     def __init__(self, store: Store, measures: Measures, exchange: Exchange, staging: torch.Tensor) -> None:
-        self._store, self._measures, self._exchange = store, measures, exchange
+        self._store = store
+        self._measures = measures
+        self._exchange = exchange
         self.accumulated: Collection[int] = ()
         """Indices of the regions whose contributions are summed in the store's fp32 planes."""
         self.policy = UpdatePolicy()
@@ -275,12 +281,13 @@ class GradientTransfer:
             else:
                 kernels.accumulate(total, staged)
 
+        num_accesses = 1 if first else 2  # a sum is read and written
         ticket = self._store.update_lane.submit(
             add,
             reads=stretch.fence.before_read(),
             users=fence.before_fill(),
             name=f"add {gradients.region.name}",
-            num_bytes=staged.nbytes + (1 if first else 2) * total.nbytes,
+            num_bytes=staged.nbytes + num_accesses * total.nbytes,
         )
         stretch.fence.record_reader(ticket)
         stretch.close()

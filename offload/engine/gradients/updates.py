@@ -55,12 +55,22 @@ class Updates:
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
         self.tiles = TileUpdates(store, slots, settings, place, workspace)
-        self._flow, self._measures, self._slots, self._deferred = flow, flow.measures, slots, deferred
+        self._flow = flow
+        self._measures = flow.measures
+        self._slots = slots
+        self._deferred = deferred
         self._lanes = store.lanes
+
+        # Norm and clipping.
+        self.max_norm = settings.max_grad_norm
+        """Norm to clip to. None: no clipping."""
+        self._limit = self.max_norm
+        """The same for this step."""
         self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
-        self._norm: float | None = None  # this step's norm, from a separate backward
-        self.max_norm = self._limit = settings.max_grad_norm  # default (None: no clipping), and for this step
-        self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
+        self._norm: float | None = None
+        """This step's norm, from a separate backward."""
+        self._skips = settings.skips
+        self._delays_from = settings.delay_after if settings.delay else math.inf
         self._is_inline = store.update_lane is store.lanes.on_compute
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
@@ -128,7 +138,8 @@ class Updates:
         self._flow.transfer.policy = self._choose(after_norm or delays, delays, for_norm, norm)
 
     def _choose(self, after_norm: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
-        tiles, measures, limit = self.tiles, self._measures, self._limit
+        tiles, measures = self.tiles, self._measures
+        limit = self._limit
         if for_norm:
             return NormOnlyPolicy()
         if after_norm or self.needs_norm:

@@ -44,9 +44,12 @@ class Method(ABC):
         self, state: EngineState, settings: Settings, losses: Losses, take_snapshot: Callable[[], Snapshot]
     ) -> None:
         """`take_snapshot`: takes a snapshot of generators and modules."""
-        self._state, self._settings, self._rule = state, settings, settings.optimizer
+        self._state = state
+        self._settings = settings
+        self._rule = settings.optimizer
         self.lr = settings.optimizer.lr
-        self._losses, self._take_snapshot = losses, take_snapshot
+        self._losses = losses
+        self._take_snapshot = take_snapshot
         self.expected: tuple[Hashable, bool] = (None, False)
         self.spans: list[Span] = []
         self.prepare()
@@ -129,7 +132,8 @@ class Method(ABC):
         state = self._state
         with suppress(Exception):  # an error here fails the next pass: this step is complete
             state.slots.compute_after_resident()  # here, so that a script reading these weights does not wait
-        seconds, lanes, self.spans = state.lanes.end_step()
+        seconds, lanes, spans = state.lanes.end_step()
+        self.spans = spans
         loss_tensor = torch.tensor(loss, dtype=torch.float32, device="cpu")
         return StepResult(loss_tensor, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)
 
@@ -168,7 +172,9 @@ class Backward(Method):
 
         Both start with equal generator and buffer states.
         """
-        state, before, schedule_key = self._state, self._take_snapshot(), inputs.plan.schedule_key
+        state = self._state
+        before = self._take_snapshot()
+        schedule_key = inputs.plan.schedule_key
         self.begin(schedule_key, for_norm=True)
         loss = self._losses.total(inputs, runs_backward=True)
         norm = state.updates.measure_norm()
@@ -200,7 +206,9 @@ class Backward(Method):
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
-        state, updates, first_use, is_batch = self._state, self._state.updates, self._first_use(), tokens is not None
+        state, updates = self._state, self._state.updates
+        first_use = self._first_use()
+        is_batch = tokens is not None
         self.expected = schedule_key, updates.is_immediate and not updates.measures_first
         read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
         state.gradients.send_rest()
@@ -213,5 +221,5 @@ class Backward(Method):
             result = updates.clip_gradients(first_use)
             self._start_updates(is_batch)
         (total,) = self.sum(float(read_loss()))
-        skipped, corrected, coarse = result.skipped, result.corrected, result.coarse
-        return self._finish(total, result.norm, tokens, skipped=skipped, corrected=corrected, coarse=coarse)
+        more = {"skipped": result.skipped, "corrected": result.corrected, "coarse": result.coarse}
+        return self._finish(total, result.norm, tokens, **more)
