@@ -26,6 +26,7 @@ HELD = [
     "offload/distributed/*.py",
     "offload/engine/*.py",
     "offload/engine/gradients/*.py",
+    "offload/engine/loss/*.py",
     "offload/engine/methods/*.py",
     "offload/engine/recording/*.py",
     "offload/extras/adapters/*.py",

@@ -100,14 +100,14 @@ def next_labels(batch: Batch) -> torch.Tensor:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> dict[str, Any]:
     """Apply `function` to every tensor in a batch, also inside lists and dicts."""
-    return {
-        key: function(value)
-        if isinstance(value, torch.Tensor)
-        else value
-        if isinstance(value, _PLAIN)
-        else tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-        for key, value in batch.items()
-    }
+
+    def of_leaf(leaf: Any) -> Any:
+        return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def of_value(value: Any) -> Any:  # most values are leaves, with no tree to open
+        return of_leaf(value) if isinstance(value, (torch.Tensor, *_PLAIN)) else tree_map(of_leaf, value)
+
+    return {key: of_value(value) for key, value in batch.items()}
 
 
 Rows = Sequence[str] | Mapping[str, int | str | Callable[[Batch, torch.Tensor], Any] | None]

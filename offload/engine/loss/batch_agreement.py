@@ -66,7 +66,9 @@ class RankBatch:
         shared: SharedRows | None = None,
     ) -> RankBatch:
         """Return the announcement of a batch with `rows` rows. `shared`: shared rows beyond this rank's tokens."""
-        labels, targets, elements = labels_of(batch), (rows, rows, rows), 0
+        labels = labels_of(batch)
+        targets = rows, rows, rows
+        elements = 0
         shapes = tuple(
             (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
             for key, value in sorted(batch.items())
@@ -161,7 +163,8 @@ class PassPlan:
         Without labels, a loss function over tensors [rows, ...] is assumed to average over the elements of the first
         tensor.
         """
-        counts = [announcement.targets[2 if rule.counts_rows else not rule.shifts] for announcement in self.ranks]
+        kind = 2 if rule.counts_rows else not rule.shifts
+        counts = [announcement.targets[kind] for announcement in self.ranks]
         if all(announcement.has_loss_function and announcement.elements for announcement in self.ranks):
             counts = [announcement.elements for announcement in self.ranks]
         return sum(counts) if rank is None else counts[rank]

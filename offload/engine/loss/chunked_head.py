@@ -117,7 +117,10 @@ class ChunkedHead:
     """
 
     def __init__(self, model: nn.Module, base: nn.Module, vocabulary: int = 0) -> None:
-        self._model, self._base, self.vocabulary, self.num_logits = model, base, vocabulary, vocabulary
+        self._model = model
+        self._base = base
+        self.vocabulary = vocabulary
+        self.num_logits = vocabulary
 
     @classmethod
     def of(
@@ -167,7 +170,8 @@ class ChunkedHead:
         """Yield (function that runs the model, hidden state leaf, targets [tokens], counted positions) per chunk."""
         output, batch, chunks, _ = inputs
         hidden = output["last_hidden_state"]
-        states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), next_labels(batch).flatten()
+        states = hidden.detach().flatten(0, 1)
+        ids, labels = batch["input_ids"].flatten(), next_labels(batch).flatten()
         for chunk in chunks:
             places = chunk.places
             targets = labels[places]

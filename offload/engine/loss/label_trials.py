@@ -42,7 +42,9 @@ class LabelTrials:
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], recorded_losses: Collection[float] = ()) -> None:
         """`run`: the model on a batch and further arguments. `recorded_losses`: losses with the own labels."""
-        self._base, self._run, self._outputs = find_base_model(model), run, list[Any]()
+        self._base = find_base_model(model)
+        self._run = run
+        self._outputs = list[Any]()
         self._recorded_losses = set(filter(math.isfinite, recorded_losses))
         self.output: Any = None
         """Output of the base model. None: labels may change the output."""
@@ -52,7 +54,8 @@ class LabelTrials:
 
     def learn(self, batch: Batch) -> None:
         """Run the unmodified model; with labels unlike those of the batch, if there is a base model output to store."""
-        base, labels, self._outputs = self._base, _token_labels(batch), []
+        base, labels = self._base, _token_labels(batch)
+        self._outputs = []
         if base is None:
             self._run(batch)
             return
@@ -122,7 +125,8 @@ def find_other_weights(
     labels = _labels_of_rows(batch)
     if labels is None:
         return ""
-    generator, (one, other) = torch.Generator("cpu").manual_seed(0), _label_sets(labels)
+    generator = torch.Generator("cpu").manual_seed(0)
+    one, other = _label_sets(labels)
     is_target = torch.ones(labels.shape, dtype=torch.bool, device="cpu")
     if rule.shifts:
         is_target[:, :1] = False
@@ -156,7 +160,9 @@ def find_other_weights(
         in_row[row] = is_target[row]
         is_alike &= _are_near(loss(mixed, in_row), _or_nan(partial(cut, row, {**batch, "labels": mixed})))
     is_found = bool(text) and is_alike
-    return (text if is_found else "a loss on another rank is no mean over targets") if any_rank(is_found) else ""
+    if not any_rank(is_found):
+        return ""
+    return text if is_found else "a loss on another rank is no mean over targets"
 
 
 def find_row_weights(

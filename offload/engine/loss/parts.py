@@ -69,12 +69,14 @@ class Losses:
 
     def _passes(self, inputs: PassInputs, count: int) -> Iterator[PassInputs]:
         """Yield the inputs of `count` passes: nearly equal parts of the rows, in order. Collective."""
-        plan, group, form = inputs.plan, as_loss(inputs.loss_fn).group, inputs.form
+        plan, form = inputs.plan, inputs.form
+        group = as_loss(inputs.loss_fn).group
         own = plan.ranks[plan.rank]
         ends = [own.rows // group * number // count * group for number in range(count + 1)]
         for begin, end in pairwise(ends):
             rows = torch.arange(begin, end, device="cpu")
-            batch, labels = form.take(inputs.batch, rows), None if inputs.labels is None else inputs.labels[begin:end]
+            batch = form.take(inputs.batch, rows)
+            labels = None if inputs.labels is None else inputs.labels[begin:end]
             on_host = batch if labels is None else {**batch, "labels": labels}  # counting must not wait for the device
             part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
             agreed = agree_on_pass(self._state.comm, part) if plan.has_peers else PassPlan([part], 0)
@@ -83,7 +85,8 @@ class Losses:
 
     def _pass(self, inputs: PassInputs, chunk_tokens: int | None, runs_backward: bool) -> torch.Tensor:
         """Run the model over the rows of one pass; return this rank's part of the loss."""
-        plan, batch, runner = inputs.plan, inputs.batch, self._state.runner
+        plan, batch = inputs.plan, inputs.batch
+        runner = self._state.runner
         own = plan.ranks[plan.rank]
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
@@ -114,8 +117,9 @@ class Losses:
 
     def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
         """Call the model once per micro-batch. All ranks make as many calls as the largest batch needs."""
-        plan, rule, batch = inputs.plan, inputs.rule, inputs.batch
-        weight, own = inputs.weight, plan.ranks[plan.rank]
+        plan, batch = inputs.plan, inputs.batch
+        rule, weight = inputs.rule, inputs.weight
+        own = plan.ranks[plan.rank]
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
         if inputs.labels is None:
@@ -127,9 +131,9 @@ class Losses:
         for number in range(plan.num_parts):
             loss_fn = inputs.loss_fn
             position = min(number, len(parts) - 1)
-            part, share, extra = parts[position], counts[position] / max(1, weight), {}
-            if number >= len(parts):
-                share = 0.0
+            part = parts[position]
+            share = counts[position] / max(1, weight) if number < len(parts) else 0.0
+            extra: dict[str, Any] = {}
             if not share:  # other ranks may have targets here
                 if not plan.has_peers:
                     continue
@@ -162,7 +166,8 @@ class Losses:
 
         The backward below the head runs here too, so the returned loss needs no backward.
         """
-        head, batch, plan, loss = inputs.head, inputs.batch, inputs.plan, as_loss(inputs.loss_fn)
+        head, loss = inputs.head, as_loss(inputs.loss_fn)
+        plan, batch = inputs.plan, inputs.batch
         assert head is not None
         assert inputs.labels is not None
         state, copy_to_device = self._state, self._state.device.copy_to_device
