@@ -97,8 +97,17 @@ class Inputs:
     # -- forward ---------------------------------------------------------------------------------------------
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin the use with these inputs, before the unit has its weights."""
-        self._save(tensors)
+        """Begin the use, before the unit has its weights: save the inputs."""
+        traits = self.unit.traits
+        copied = traits.mutated | traits.stale
+        inputs, are_movable = [], []
+        for i, (tensor, need) in enumerate(zip(tensors, self._needs, strict=True)):
+            inputs.append(tensor.clone() if i in copied else tensor.detach())
+            are_movable.append(need and i not in traits.shared)
+        self._inputs = self._saved.save(inputs, are_movable, self.claim)
+        self._versions = list(map(_version, self._inputs))
+        if not self._saved.inputs_stay:
+            self._saved.add_use(self)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
         """Run all micro-batches; return their results. Raises ConfigError if a buffer changed."""
@@ -148,18 +157,6 @@ class Inputs:
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
         if outputs:
             outputs[:] = self._saved.save(outputs, [True] * len(outputs), self.claim)
-
-    def _save(self, tensors: Sequence[torch.Tensor]) -> None:
-        traits = self.unit.traits
-        copied = traits.mutated | traits.stale
-        inputs, are_movable = [], []
-        for i, (tensor, need) in enumerate(zip(tensors, self._needs, strict=True)):
-            inputs.append(tensor.clone() if i in copied else tensor.detach())
-            are_movable.append(need and i not in traits.shared)
-        self._inputs = self._saved.save(inputs, are_movable, self.claim)
-        self._versions = list(map(_version, self._inputs))
-        if not self._saved.inputs_stay:
-            self._saved.add_use(self)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -354,7 +351,7 @@ class SavedGraph(Inputs):
             # recompute this use.
             micro_batch.snapshot.put_back()
             if not self._inputs:
-                self._save(self._arguments.tensors)
+                super().begin(self._arguments.tensors)
         # Reuse the expert outputs from the aborted run. A second fetch is collective, and other ranks may have kept
         # their graph.
         with self._runner.outputs.replayed([tensor.clone() for tensor in micro_batch.outputs]):
