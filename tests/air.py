@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 HELD = [
     "offload/*.py",
     "offload/app/*.py",
+    "offload/app/config/*.py",
     "offload/app/hf/*.py",
     "offload/app/telemetry/*.py",
     "offload/app/training/*.py",

@@ -405,6 +405,7 @@ class Slots:
         self._slots.clear()
         self._valid_slots.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new allocation
+        self._addresses = range(0)  # also after a failed allocation
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
             self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from offload import AdamW, Engine, Placement
 from offload.engine.units import keep
 from offload.engine.units.recompute_policy import GraphChoice
 from offload.engine.units.traits import GraphTraits, UnitTraits
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 
 SIGNATURE = ((True,), frozenset[int]())
 
@@ -59,3 +64,113 @@ def test_mode_and_room_choose(chosen_by: Any, expected: type) -> None:
 def test_traits_go_before_the_mode(traits: UnitTraits, expected: type) -> None:
     unit: Any = SimpleNamespace(traits=traits, weight_bytes=100)
     assert keep.keep_for(policy("never", pool="cpu"), unit, ("unit",), SIGNATURE) is expected
+
+
+class Counting(Block):
+    """With `halves`, the block changes a buffer, and without it only reads the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, h: Tensor, halves: bool | None = None) -> Tensor:
+        if halves is not None:
+            self.seen.mul_(0.5).add_(h.detach().abs().mean() + 1)
+        return super().forward(h * (1 + self.seen))
+
+
+class CountsWhereTold(Stack):
+    block = Counting
+
+    def forward(self, x: Tensor, halves: bool | None = None) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h) if halves is None else block(h, halves=halves)
+        return self.head(h)
+
+
+def test_a_backward_keeps_the_traits_of_its_own_call() -> None:
+    """Calls with and without an argument, then one backward: a later call has other traits."""
+    torch.manual_seed(0)
+    model = CountsWhereTold()
+    torch.manual_seed(0)
+    plain = CountsWhereTold()
+    engine = Engine(model, AdamW(lr=1e-3))
+
+    def loss(of: nn.Module) -> Tensor:
+        calls = ((0, {"halves": True}), (1, {"halves": True}), (1, {}))
+        return sum(
+            (cross_entropy(of(words(seed)["x"], **given), words(seed)) for seed, given in calls), torch.zeros(())
+        )
+
+    loss(plain).backward()
+    engine.backward(loss(engine.model))
+    engine.update()
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(engine.model.get_buffer(name), buffer), name
+
+
+class Scaled(Block):
+    def forward(self, h: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = super().forward(h)
+        return h if scale is None else h * scale
+
+
+class ScaledAgain(Stack):
+    """Each block runs twice: alone, then with a vector that belongs to no row."""
+
+    block = Scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        for block in self.blocks:
+            h = block(h, scale=torch.full((WIDTH,), 0.7))
+        return self.head(h)
+
+
+def test_micro_batches_are_cut_by_the_traits_of_their_own_call(recwarn: pytest.WarningsRecorder) -> None:
+    engine = Engine(ScaledAgain(), AdamW(lr=1e-3), micro_batch_size=2)
+    for seed in range(2):
+        engine.step(words(seed), cross_entropy)
+    assert not [str(each.message) for each in recwarn if "different results" in str(each.message)]
+
+
+class Two(Block):
+    def forward(self, h: Tensor, other: Tensor) -> Tensor:
+        return super().forward(h) + other
+
+
+class TakesTwo(Stack):
+    block = Two
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, torch.sin(h))
+        return self.head(h)
+
+
+def test_an_input_that_cannot_be_offloaded_leaves_no_other_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second input of a block finds no memory: the copy of the first is released."""
+    engine = Engine(TakesTwo(), AdamW(lr=1e-3), placement=Placement(activations="cpu"))
+    engine.backward(cross_entropy(engine.model(words(0)["x"]), words(0)))
+    engine.update()
+    runner = parts_of(engine).runner
+    pool = runner.saved._offload
+    put, taken = pool.put, []
+
+    def fails_once(tensor: Tensor) -> Tensor:
+        taken.append(tensor)
+        if len(taken) == 4:
+            raise MemoryError
+        return put(tensor)
+
+    monkeypatch.setattr(pool, "put", fails_once)
+    with pytest.raises(MemoryError):
+        engine.model(words(0)["x"])
+    taken.clear()
+    monkeypatch.undo()
+    runner.collect()
+    assert not pool.buffers_in_use

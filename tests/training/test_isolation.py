@@ -156,3 +156,5 @@ def test_one_function_says_which_runs_stay_uncompiled() -> None:
     for each in (alone, by_length):
         assert compiles(**each, train__compile="always") == "always"
     assert compiles(offload__experts="streamed") == "never"
+    with pytest.raises(ConfigError, match="streamed experts keep their own outputs"):
+        compiles(train__recompute="products", train__compile="always", offload__experts="streamed")

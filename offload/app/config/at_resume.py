@@ -85,7 +85,10 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
 
 
 def _rule(key: str, given: Config, earlier: Config, *, was_decided: bool) -> AtResume:
-    """Return the rule for a setting in this resume: FIXED, KEPT, OWN, or ANEW for an earlier value without effect."""
+    """Return the rule for a setting in this resume: FIXED, KEPT, OWN, or ANEW.
+
+    OWN stands also for a setting that is decided again. ANEW means: the earlier value has no effect, but is told.
+    """
     rule = at_resume(key)
     optimizer, was = given.optimizer, earlier.optimizer.name
     if rule is AtResume.ANEW:

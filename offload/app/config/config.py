@@ -331,7 +331,10 @@ def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain itself
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
+_REPR.maxlevel = 4
+_REPR.maxstring = 10_000
+_REPR.maxother = 10_000
+_REPR.maxlong = 10_000
 
 
 def show_value(value: Any) -> str:
@@ -416,7 +419,8 @@ def _meant_key(key: str) -> str:
     keys = all_keys()
     name = field or section
     owners = [other for other in keys if other.split(".")[1] == name]
-    if meant := owners[0] if owners else equivalent_setting(name):
+    meant = owners[0] if owners else equivalent_setting(name)
+    if meant:
         return f" (did you mean {meant}?)"
     if section in Config.SECTIONS:
         near = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")

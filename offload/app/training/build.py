@@ -227,7 +227,7 @@ class _Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class _Build:
-    """Steps of `make_run`, with its arguments. Every step is collective."""
+    """Steps of `make_run`, with the arguments. Collective, except `build_base`."""
 
     start: ResumePoint
     comm: Comm
@@ -329,9 +329,10 @@ class _Build:
     def _describe(self, planned: Planned, name: str, engine: Engine) -> None:
         config, forecast = planned.config, planned.forecast
         accelerator = self.accelerator
-        uses_host = any(tier == "cpu" for tier, *_ in engine.allocations)
-        if accelerator is not None and accelerator.is_integrated and uses_host:
-            self.note(integrated_note(accelerator.describe()["name"]))
+        if accelerator is not None and accelerator.is_integrated:
+            uses_host = any(tier == "cpu" for tier, *_ in engine.allocations)
+            if uses_host:
+                self.note(integrated_note(accelerator.describe()["name"]))
         weights = "given" if self.user_model else f"{config.model.init} weights"
         if self.whole:
             weights = "the weights of a checkpoint"

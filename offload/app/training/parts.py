@@ -129,7 +129,11 @@ def make_update_rule(config: Config) -> UpdateRule:
 def make_settings(config: Config) -> Settings:
     """Return the engine settings for a resolved configuration. Raises ConfigError."""
     named = _matching_fields(Settings, config.train, config.offload, config.run)
-    named["compile"] = settle_compile(config.train.compile, has_many_lengths=config.has_many_lengths)
+    named["compile"] = settle_compile(
+        config.train.compile,
+        experts=config.offload.experts,
+        has_many_lengths=config.has_many_lengths,
+    )
     of_rows = {"micro_batch_size": config.train.micro_rows}
     return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 

@@ -184,12 +184,16 @@ class Recording(ABC):
         streams = self.runner.slots.streams
         self.written_addresses[:] = [address for address in self.written_addresses if not streams(address)]
         num_writes = self._num_writes(seen.weights)
-        seen.run(self.runner, forward, made)
+        self._run_watched(seen, forward, made)
         if self._num_writes(seen.weights) != num_writes:
             refuse_writes(seen.unit)
         self._note_idle_writes(seen.unit)
         self._refuse_buffers_with_graphs(seen.unit)
         return self._detach_outputs(seen)
+
+    def _run_watched(self, seen: Observed, forward: Forward, made: OutsideTensors) -> None:
+        """Run the forward. Raises ConfigError for writes that no version counter shows."""
+        seen.run(self.runner, forward, made)
 
     def _detach_outputs(self, seen: Observed) -> list[torch.Tensor]:
         """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
@@ -316,11 +320,14 @@ class FirstPass(Recording):
         self._rows_to_learn = rows
         self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in units if unit.resident]
 
-    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
+    def _run_watched(self, seen: Observed, forward: Forward, made: OutsideTensors) -> None:
         contents = _Contents(seen.weights)
-        outputs = super()._run(seen, forward, made)
+        super()._run_watched(seen, forward, made)
         if contents.has_changed(unversioned=True):
             refuse_writes(seen.unit)
+
+    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
+        outputs = super()._run(seen, forward, made)
         is_certain = seen.saved.num_bytes > 0 or seen.saved.has_weights or not seen.is_plain
         seen.reads_weights = is_certain or self._reads_weights(seen)
         return outputs

@@ -75,6 +75,7 @@ class Inputs:
         key: UseKey,
     ) -> None:
         self.unit = unit
+        self._traits = unit.traits  # of this structure of arguments: a later call may select others
         self._runner = runner
         self._saved = runner.saved
         self._policy = runner.saved.policy
@@ -98,12 +99,10 @@ class Inputs:
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin the use, before the unit has its weights: save the inputs."""
-        traits = self.unit.traits
+        traits = self._traits
         copied = traits.mutated | traits.stale
-        inputs, are_movable = [], []
-        for i, (tensor, need) in enumerate(zip(tensors, self._needs, strict=True)):
-            inputs.append(tensor.clone() if i in copied else tensor.detach())
-            are_movable.append(need and i not in traits.shared)
+        inputs = (t.clone() if i in copied else t.detach() for i, t in enumerate(tensors))
+        are_movable = (need and i not in traits.shared for i, need in enumerate(self._needs))
         self._inputs = self._saved.save(inputs, are_movable, self.claim)
         self._versions = list(map(_version, self._inputs))
         if not self._saved.inputs_stay:
@@ -150,7 +149,7 @@ class Inputs:
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
         """Run the forward without keeping its graph."""
-        if self.unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
+        if self._traits.needs_graph:  # without one, torch would select a kernel with different last bits
             return run_with_graph(self.unit, use, micro_batch.forward)[1]
         return self._runner.run(self.unit, use, micro_batch.forward)
 
@@ -181,11 +180,11 @@ class Inputs:
         return input_gradients
 
     def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
-        with self._micro_batches[number].snapshot.values_restored(self.unit.traits.buffers):
+        with self._micro_batches[number].snapshot.values_restored(self._traits.buffers):
             return self._run_graph(self._recompute(number), number, gradients, trains)
 
     def _run_graph(self, graph: Graph, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
-        pieces = self.unit.traits.cut_outputs(gradients, self._micro_batches[number].span)
+        pieces = self._traits.cut_outputs(gradients, self._micro_batches[number].span)
         pairs: list[tuple[Any, torch.Tensor]] = [
             (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
         ]
@@ -205,7 +204,7 @@ class Inputs:
         """Start the H2D copies for the backward of a micro-batch."""
         if number < len(self._micro_batches) and number not in self._copies:
             micro_batch = self._micro_batches[number]
-            inputs = self.unit.traits.cut_inputs(self._inputs, micro_batch.span)
+            inputs = self._traits.cut_inputs(self._inputs, micro_batch.span)
             self._copies[number] = self._saved.start_copies([*inputs, *micro_batch.outputs])
 
     def _recompute(self, number: int) -> Graph:
@@ -213,7 +212,7 @@ class Inputs:
         runner, saved = self._runner, self._saved
         micro_batch = self._micro_batches[number]
         tensors = saved.wait(self._copies.pop(number))
-        others = self.unit.traits.cut_others(self._arguments.others, micro_batch.span)
+        others = self._traits.cut_others(self._arguments.others, micro_batch.span)
         inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
         use = Use(runner, self._arguments, inputs, others, self._needs)
         with (
@@ -224,7 +223,7 @@ class Inputs:
             return self._repeat(use, runner.stages.for_recomputation(micro_batch.forward))
 
     def _repeat(self, use: Use, forward: Forward) -> Graph:
-        graph, _ = self._thread_state.run(run_with_graph, self.unit, use, forward, self.unit.traits.mutated)
+        graph, _ = self._thread_state.run(run_with_graph, self.unit, use, forward, self._traits.mutated)
         return graph
 
     def close(self) -> None:
@@ -361,7 +360,7 @@ class SavedGraph(Inputs):
     def reads_weights(self) -> bool:
         memories = [each.graph.memory if each.graph else None for each in self._micro_batches]
         is_free = all(memory is not None and not memory.has_weights for memory in memories)
-        return not is_free or self.unit.traits.graph(self._signature).reads_weights
+        return not is_free or self._traits.graph(self._signature).reads_weights
 
     def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
         micro_batch = self._micro_batches[number]

@@ -114,14 +114,20 @@ class SavedInputs:
         storage = tensor.untyped_storage()
         return self.device.address(storage) in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
-    def save(self, tensors: Sequence[torch.Tensor], are_movable: Sequence[bool], claim: Claim) -> list[torch.Tensor]:
-        """Save unit inputs; return the tensors themselves, or stand-ins after offload."""
-        saved = list(tensors)
-        if self._offload is not None and not self.is_trial:
-            for i, is_movable in enumerate(are_movable):
-                if is_movable:
-                    saved[i] = self._offload.put(saved[i])
-        self.reserve(saved, "unit inputs", claim)
+    def save(self, tensors: Iterable[torch.Tensor], are_movable: Iterable[bool], claim: Claim) -> list[torch.Tensor]:
+        """Save unit inputs; return the tensors themselves, or stand-ins after offload.
+
+        Each tensor is in the claim before the next is taken: after an error, the claim releases all.
+        """
+        moves = self._offload is not None and not self.is_trial
+        saved, has_new = [], False
+        for tensor, is_movable in zip(tensors, are_movable, strict=True):
+            if moves and is_movable:
+                tensor = self._offload.put(tensor)  # type: ignore[union-attr]
+            saved.append(tensor)
+            has_new |= self._enter(tensor, "unit inputs", claim)
+        if has_new:
+            self.policy.update_peaks()
         return saved
 
     def start_copies(self, tensors: Sequence[torch.Tensor]) -> list[DeviceCopy]:
@@ -157,21 +163,26 @@ class SavedInputs:
 
     def reserve(self, tensors: Iterable[torch.Tensor], name: str, claim: Claim) -> None:
         """Enter waiting tensors in the device ledger. A tensor shared by several units counts once."""
-        if self.is_trial:
-            return
         has_new = False
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key, num_bytes = self.device.address(storage), storage.nbytes()
-            if self._offload is None or key not in self._offload.buffers_in_use:
-                count, first = self._ledger_entries.get(key, (0, name))
-                if not count:
-                    self.device.ledger.reserve(name, num_bytes, _FIXES[name])
-                    has_new = True
-                self._ledger_entries[key] = (count + 1, first)
-            claim.entries.append((key, num_bytes))
+            has_new |= self._enter(tensor, name, claim)
         if has_new and name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
             self.policy.update_peaks()
+
+    def _enter(self, tensor: torch.Tensor, name: str, claim: Claim) -> bool:
+        """Enter a tensor in the ledger and the claim. Return True if the ledger counts it from now on."""
+        if self.is_trial:
+            return False
+        storage = tensor.untyped_storage()
+        key, num_bytes = self.device.address(storage), storage.nbytes()
+        count = 1
+        if self._offload is None or key not in self._offload.buffers_in_use:
+            count, first = self._ledger_entries.get(key, (0, name))
+            if not count:
+                self.device.ledger.reserve(name, num_bytes, _FIXES[name])
+            self._ledger_entries[key] = (count + 1, first)
+        claim.entries.append((key, num_bytes))
+        return not count
 
     def release(self, claim: Claim, since: int = 0) -> None:
         """Release the entries of a claim, except the first `since` entries."""

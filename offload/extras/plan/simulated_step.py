@@ -467,7 +467,7 @@ class SimulatedEngine:
     def _wait_for_inputs(self, number: int, part: int) -> None:
         """Wait for the saved inputs of a micro-batch and prefetch the next.
 
-        Like `UnitCall` and `SavedInputs.prefetch_previous`.
+        Like `Inputs.backward` and `SavedInputs.prefetch_previous`.
         """
         call = self._calls[number]
         is_last = part + 1 == call.num_parts
