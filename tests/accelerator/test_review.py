@@ -206,6 +206,7 @@ def test_values_of_any_size_come_down_through_two_buffers(engine, sim, monkeypat
     monkeypatch.setattr(device, "_STAGED_BYTES", 8 * 4)
     one = parts_of(engine()).device
     values = torch.arange(2.0 * numel, device="sim")[::2]
+    one._staging._free.clear()  # buffers for the digests of the model's own buffers
     sim.reset_counters()
     assert one.to_host(values).tolist() == [2.0 * i for i in range(numel)]
     assert sim.counters()["pageable_copies"] == 0
@@ -213,16 +214,16 @@ def test_values_of_any_size_come_down_through_two_buffers(engine, sim, monkeypat
 
 
 def test_states_on_the_device_open_and_save_through_pinned_memory(sim, tmp_path):
-    """Only buffers, of some bytes, are copied without staging: to the device, and back for their digests."""
+    """Only buffers, of some bytes, are copied without staging, to the device when it opens."""
     model = build(llama)
     num_buffers = len(list(model.buffers()))
     sim.reset_counters()
     with Engine(model, RULE, precision="bf16", placement=ON_DEVICE) as engine:
-        assert sim.counters()["pageable_copies"] == 2 * num_buffers
+        assert sim.counters()["pageable_copies"] == num_buffers
         before = {name: value.clone() for name, value in engine.named_parameters()}
         sim.reset_counters()
         engine.save_checkpoint(tmp_path / "checkpoint")
-        assert sim.counters()["pageable_copies"] == num_buffers
+        assert sim.counters()["pageable_copies"] == 0
         engine.load_checkpoint(tmp_path / "checkpoint")
         assert all(torch.equal(before[name], value) for name, value in engine.named_parameters())
 

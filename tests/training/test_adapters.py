@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import align_special_tokens
 
 from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection, ModelSection
@@ -60,6 +61,13 @@ def assert_same(one: Path, other: Path) -> None:
     mine, its = adapter(one), adapter(other)
     assert mine.keys() == its.keys()
     assert not [(name, (mine[name] - its[name]).abs().max()) for name in its if not torch.equal(mine[name], its[name])]
+
+
+def save_merged(model: Any, adapter: Path, folder: Path) -> None:
+    """Merge an adapter by PEFT, and save the model with the tokenizer's special tokens, as transformers' Trainer."""
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    align_special_tokens(merged, AutoTokenizer.from_pretrained(adapter))
+    merged.save_pretrained(folder)
 
 
 def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
@@ -118,7 +126,7 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
         export_command([str(result.dir), str(merged), "--merge"])
     assert export_command([str(result.dir), str(merged), "--merge", "--base", str(tmp_path / "moved")]) == 0
     over: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype="auto")
-    PeftModel.from_pretrained(over, adapter_of).merge_and_unload().save_pretrained(wanted)
+    save_merged(over, adapter_of, wanted)
     for name in ("model.safetensors", "config.json"):
         assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
     assert verify_command([str(merged)]) == 0
@@ -223,7 +231,7 @@ def test_an_adapter_over_experts_is_loaded_and_merged(run: Any, base: Path, tmp_
     merged, wanted = tmp_path / "merged", tmp_path / "wanted"
     assert export_command([str(whole.dir), str(merged), "--merge"]) == 0
     over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    PeftModel.from_pretrained(over, whole.export).merge_and_unload().save_pretrained(wanted)
+    save_merged(over, whole.export, wanted)
     for name in ("model.safetensors", "config.json"):
         assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
     with pytest.raises(ConfigError, match="no attribute 'weight' .only --lora.init default"):
