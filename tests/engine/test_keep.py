@@ -13,6 +13,7 @@ from offload import AdamW, Engine, Placement
 from offload.engine.units import keep
 from offload.engine.units.recompute_policy import GraphChoice
 from offload.engine.units.traits import GraphTraits, UnitTraits
+from tests.engine.device import own_device
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 
@@ -94,7 +95,7 @@ def test_a_backward_keeps_the_traits_of_its_own_call() -> None:
     torch.manual_seed(0)
     model = CountsWhereTold()
     torch.manual_seed(0)
-    plain = CountsWhereTold()
+    plain = CountsWhereTold().to(own_device())
     engine = Engine(model, AdamW(lr=1e-3))
 
     def loss(of: nn.Module) -> Tensor:
@@ -126,7 +127,7 @@ class ScaledAgain(Stack):
         for block in self.blocks:
             h = block(h)
         for block in self.blocks:
-            h = block(h, scale=torch.full((WIDTH,), 0.7))
+            h = block(h, scale=torch.full((WIDTH,), 0.7, device=h.device))
         return self.head(h)
 
 
