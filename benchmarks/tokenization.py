@@ -171,7 +171,8 @@ def texts_of(path: Path) -> tuple[list[list[str]], int]:
     """Return the texts in a file's records, in batches, and their total bytes."""
     from dataclasses import replace
 
-    from offload.extras.data.formats import Text, detect_format, read_records
+    from offload.extras.data.formats import detect_format, read_records
+    from offload.extras.data.records import Text
     from offload.extras.data.sources import Source, find_files
 
     (file,) = find_files(Source((str(path),)))
@@ -195,13 +196,14 @@ def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[in
 
 def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
     """Tokenize a file with an empty cache."""
-    from offload.extras.data.prepare import Preparation, SourceFiles
+    from offload.extras.data.encoder import Encoder
+    from offload.extras.data.prepare import prepare
+    from offload.extras.data.row_source import RowSource
     from offload.extras.data.sources import Source
 
-    source_files = SourceFiles(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
+    source = RowSource(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        preparation = Preparation([source_files], VOCABULARY, Path(cache), lambda *_: None, num_workers)
-        return preparation.tokenize(source_files, tokenizer, train_on_prompt=False)
+        return prepare(source, Encoder(tokenizer), Path(cache), lambda *_: None, num_workers)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from offload.extras.data.dataset import Dataset, build_dataset
-from offload.extras.data.encode import _byte_counts
+from offload.extras.data.text_encoder import _byte_counts
 from tests.data.asked import source_of
 
 ASCII = [f"Row {number} of a text is as long as its {'numbers ' * (number % 5)}say.\n" for number in range(40)]

@@ -16,9 +16,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload.errors import ConfigError
 from offload.extras.data.chat import BUILTIN_TEMPLATE
-from offload.extras.data.encode import EncodedDocument, Encoder
-from offload.extras.data.formats import Chat, Pair, Preference, Record, Text
-from offload.extras.data.rows import BadRow, BadRows
+from offload.extras.data.encoder import Encoder
+from offload.extras.data.findings import Findings
+from offload.extras.data.records import Chat, Pair, Preference, Record, Text
+from offload.extras.data.rows import BadRow
+from offload.extras.data.text_encoder import EncodedDocument
 from offload.extras.data.tokenizer import load_tokenizer
 
 CHAT = [
@@ -59,7 +61,7 @@ OWN_END = CHATML.replace("<|im_end|>", "{{ eos_token }}")
 
 
 def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> list[EncodedDocument]:
-    return list(Encoder(tokenizer, train_on_prompt).encode((False, record) for record in records))
+    return list(Encoder(tokenizer, train_on_prompt).encode(((False, record) for record in records), Findings()))
 
 
 def trained_runs(tokenizer: Any, document: EncodedDocument) -> list[str]:
@@ -131,10 +133,10 @@ def test_the_token_that_ends_a_turn_is_trained_once(
 ) -> None:
     """Break: train no role marker, or the marker behind a turn with an own end."""
     tokenizer = load_tokenizer(bpe_folder(template))
-    encoder = Encoder(tokenizer, False, ends=ends)
-    (document,) = encoder.encode([(False, Chat("x", messages))])
+    findings = Findings()
+    (document,) = Encoder(tokenizer, ends=ends).encode([(False, Chat("x", messages))], findings)
     assert trained_runs(tokenizer, document) == runs
-    assert encoder.num_open == (template == GLM and len(ends) == 1)
+    assert findings.num_open == (template == GLM and len(ends) == 1)
     assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == tokenizer.apply_chat_template(
         messages, tokenize=False
     ).removesuffix("<|endoftext|>"), "the text is the template's"
@@ -143,7 +145,7 @@ def test_the_token_that_ends_a_turn_is_trained_once(
 def test_a_trained_turn_of_the_user_keeps_its_marker_once(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder(GLM))
     chat = Chat("x", CHAT, marks={3: True})
-    (document,) = Encoder(tokenizer, False, ends=MARKERS).encode([(False, chat)])
+    (document,) = Encoder(tokenizer, ends=MARKERS).encode([(False, chat)], Findings())
     assert trained_runs(tokenizer, document) == ["\nIt is four.<|user|>\nAnd 日本?", "\nÜ — Paris.<|endoftext|>"]
 
 
@@ -222,9 +224,9 @@ def test_an_answer_without_a_question_is_trained_from_the_answer_on(
 
 def test_a_template_that_rewrites_earlier_turns(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder(THINKING))
-    encoder = Encoder(tokenizer, train_on_prompt=False)
-    first, second = encoder.encode([(False, Chat("x", CHAT))])
-    assert encoder.num_split == 1
+    findings = Findings()
+    first, second = Encoder(tokenizer).encode([(False, Chat("x", CHAT))], findings)
+    assert findings.num_split == 1
     thought = "<think>\n\n</think>\n\n"
     assert trained_runs(tokenizer, first) == [f"{thought}It is four.<|im_end|>\n<|endoftext|>"]
     assert trained_runs(tokenizer, second) == [f"{thought}Ü — Paris.<|im_end|>\n<|endoftext|>"]
@@ -237,9 +239,9 @@ def test_a_template_without_any_stable_beginning_is_refused(bpe_folder: Callable
     tokenizer = load_tokenizer(bpe_folder(COUNTING))
     with pytest.raises(BadRow, match=r"a\.jsonl:3: .*message 3.*data\.train_on_prompt=true"):
         encode(tokenizer, Chat("a.jsonl:3", CHAT))
-    bad = BadRows("skip")
-    assert not list(Encoder(tokenizer, False, bad).encode([(False, Chat("a.jsonl:3", CHAT))]))
-    assert bad.num == 1
+    findings = Findings("skip")
+    assert not list(Encoder(tokenizer).encode([(False, Chat("a.jsonl:3", CHAT))], findings))
+    assert findings.num_bad == 1
     (document,) = encode(tokenizer, Chat("a.jsonl:3", CHAT), train_on_prompt=True)
     assert document.trained is None
 
@@ -263,10 +265,10 @@ def test_one_row_that_a_template_rewrites_is_left_out_alone(bpe_folder: Callable
     turns = [CHAT[1], call, {"role": "tool", "content": "four"}, CHAT[2]]
     thought = [CHAT[1], {**call, "thinking": "Add."}, *turns[2:]]
     rows = [Chat(f"a:{number}", each) for number, each in enumerate((turns, thought, turns), 1)]
-    bad = BadRows("skip")
-    found = list(Encoder(tokenizer, False, bad).encode((False, row) for row in rows))
+    findings = Findings("skip")
+    found = list(Encoder(tokenizer).encode(((False, row) for row in rows), findings))
     assert [each.where for each in found] == ["a:1", "a:3"]
-    assert bad.num == 1
+    assert findings.num_bad == 1
     with pytest.raises(BadRow, match=r"a:2: the tokenizer's chat template changes the text before message 4"):
         encode(tokenizer, *rows)
 
@@ -311,7 +313,7 @@ def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyP
     """The row stays one document. Pieces end at line ends, and few pieces are tokenized at a time."""
     monkeypatch.setattr("offload.extras.data.formats._LONG_CHARS", 64)
     monkeypatch.setattr("offload.extras.data.formats._PIECE_CHARS", 32)
-    monkeypatch.setattr("offload.extras.data.encode._BATCH_CHARS", 50)
+    monkeypatch.setattr("offload.extras.data.text_encoder._BATCH_CHARS", 50)
     lines, word = "The fox is quick.\n" * 9, "x" * 200
     parts = encode(bpe, Text("x", lines), Text("y", word), Text("z", "It is."))
     assert len(parts) > 12
@@ -405,17 +407,17 @@ def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured:
         chosen, rejected = Pair(where, "Hi ", "fox"), Pair(where, "Hi ", text)
         rows = (Text(where, text), Pair(where, "Hi ", text), Chat(where, chat), Preference(where, chosen, rejected))
         records += [(False, record) for record in rows]
-    bad = BadRows("skip")
-    tokenizer = bpe if is_fast else ByT5Tokenizer()
-    tokens = list(Encoder(tokenizer, False, bad, measured).encode(records))
+    findings = Findings("skip")
+    encoder = Encoder(bpe if is_fast else ByT5Tokenizer())
+    tokens = list(encoder.encode(records, findings, measured))
     assert [each.where for each in tokens] == list("aaaaaccccc")
-    assert bad.num == 4
+    assert findings.num_bad == 4
     told = r"b: the tokenizer refuses half a surrogate pair \('\\ud83d' at character \d+\): \w+Error: .*"
-    assert all(re.fullmatch(told, each) for each in bad.examples)
+    assert all(re.fullmatch(told, each) for each in findings.bad)
     with pytest.raises(BadRow, match=f"{told} \\(--data.on_bad_row skip"):
-        list(Encoder(tokenizer, False).encode(records))
+        list(encoder.encode(records, Findings()))
     with pytest.raises(ConfigError, match="half a surrogate") as caught:  # a piece of a file is not a row
-        list(Encoder(tokenizer, False, bad).encode([(False, Text("b", half, closes=False))]))
+        list(encoder.encode([(False, Text("b", half, closes=False))], findings))
     assert not isinstance(caught.value, BadRow)
 
 

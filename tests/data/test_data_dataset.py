@@ -267,15 +267,15 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
     dataset = build()
     assert dataset.notes[0].startswith(f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg.")
-    assert dataset.sources[0].contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
+    assert dataset.sources[0].prepared.contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
     num_tokens = dataset.train.store.num_tokens + dataset.eval.store.num_tokens
-    assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
+    assert dataset.sources[0].prepared.contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
     assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
     assert "see each other" in dataset.rows_description
     pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
     dataset = build(source=str(pairs), eval_share=0.0, packing=False)
-    assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
+    assert dataset.sources[0].prepared.contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
     assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
     assert dataset.rows_description.endswith("; a document a row")

@@ -17,7 +17,8 @@ import pytest
 
 from offload.errors import ConfigError
 from offload.extras.data import formats
-from offload.extras.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
+from offload.extras.data.formats import detect_format, read_records
+from offload.extras.data.records import Chat, Ids, Pair, Record, Text
 from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of, source_of
 

@@ -18,7 +18,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload.extras.data import packing
 from offload.extras.data.packing import IGNORE, Rows, best_fit
-from offload.extras.data.store import TokenStore, TokenWriter
+from offload.extras.data.token_file import TokenFile, TokenWriter
 from tests.matrix import examples
 
 PAD = 60_000
@@ -27,7 +27,7 @@ documents_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), 
 
 
 @contextmanager
-def stored(documents: list[list[bool]], masked: bool) -> Iterator[TokenStore]:
+def stored(documents: list[list[bool]], masked: bool) -> Iterator[TokenFile]:
     """Store documents with ids 0, 1, 2, ...: each id equals the stream position."""
     with tempfile.TemporaryDirectory() as temporary:
         writer = TokenWriter(Path(temporary) / "store", 65536, masked)
@@ -38,7 +38,7 @@ def stored(documents: list[list[bool]], masked: bool) -> Iterator[TokenStore]:
             writer.append(ids[:cut], np.asarray(mask[:cut], bool) if masked else None, closes=False)
             writer.append(ids[cut:], np.asarray(mask[cut:], bool) if masked else None, closes=True)
             position += len(mask)
-        yield TokenStore(Path(temporary) / "store", writer.finish())
+        yield TokenFile(Path(temporary) / "store", writer.finish())
 
 
 def trained_positions(documents: list[list[bool]], masked: bool) -> set[int]:
@@ -109,7 +109,7 @@ def test_parts_are_the_rows_of_the_whole() -> None:
 def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     writer = TokenWriter(tmp_path / "store", vocab_size, masked=False)
     writer.append(np.asarray([0, vocab_size - 1]), None, closes=True)
-    store = TokenStore(tmp_path / "store", writer.finish())
+    store = TokenFile(tmp_path / "store", writer.finish())
     assert store.tokens.dtype == dtype
     assert store.tokens.tolist() == [0, vocab_size - 1]
     assert isinstance(store.tokens.base, np.memmap) or isinstance(store.tokens, np.memmap), "read through a memory map"
@@ -119,9 +119,9 @@ def test_a_mask_that_masks_nothing_is_not_kept(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path / "store", 100, masked=True)
     writer.append(np.arange(5), np.ones(5, bool), closes=True)
     meta = writer.finish()
-    assert meta["masked"] is False
+    assert "trained" not in meta["columns"]
     assert not (tmp_path / "store" / "trained.npy").exists()
-    assert TokenStore(tmp_path / "store", meta).trained is None
+    assert TokenFile(tmp_path / "store", meta).trained is None
 
 
 def test_the_hash_sees_tokens_borders_and_mask(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_damaged_files_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "store" / "tokens.npy"
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"mmap|size|shape|buffer|length"):
-        TokenStore(tmp_path / "store", meta)
+        TokenFile(tmp_path / "store", meta)
     np.save(path, np.arange(50, dtype=np.uint16))
     with pytest.raises(ValueError, match="instead of 51"):
-        TokenStore(tmp_path / "store", {**meta, "num_tokens": 51})
+        TokenFile(tmp_path / "store", {**meta, "columns": {**meta["columns"], "tokens": 51}})
 
 
 @examples(80)

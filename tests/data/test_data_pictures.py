@@ -19,10 +19,10 @@ from transformers import AutoProcessor
 from offload.app.training.objectives import Objective
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset, build_dataset
-from offload.extras.data.encode import EncodeRequest
 from offload.extras.data.formats import read_records
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
 from offload.extras.data.rows import BadRow
+from offload.extras.data.text_encoder import EncodeRequest
 from offload.extras.data.view import DataView
 from tests.data.asked import files_of, source_of
 from tests.vision import COLOURS, about, model_folder, rows_file, square
@@ -233,19 +233,19 @@ def test_bad_rows_are_named_or_skipped(
     with pytest.raises(ConfigError, match=words):
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
-    assert (data.num_train_rows, data.sources[0].tokens.num_bad) == (1, 1)
+    assert (data.num_train_rows, data.sources[0].prepared.findings.num_bad) == (1, 1)
 
 
 def test_a_first_picture_in_a_late_row_is_a_bad_row(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.extras.data.prepare._NUM_SEARCHED", 2)
+    monkeypatch.setattr("offload.extras.data.row_source._NUM_SEARCHED", 2)
     rows = [{"messages": texts(number)} for number in range(2)]
     path = rows_file(tmp_path / "rows.jsonl", [*rows, {"messages": about(["red"])}])
     with pytest.raises(BadRow, match=r"rows.jsonl:3 has a picture, but the first rows .* put a row with a picture"):
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
-    assert data.sources[0].tokens.num_bad == 1
+    assert data.sources[0].prepared.findings.num_bad == 1
 
 
 def test_a_template_that_does_not_end_a_document_gets_an_end(tmp_path: Path) -> None:

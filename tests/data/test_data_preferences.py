@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
-from offload.extras.data.encode import Encoder
-from offload.extras.data.formats import Chat, Pair, Preference, read_records
+from offload.extras.data.encoder import Encoder
+from offload.extras.data.findings import Findings
+from offload.extras.data.formats import read_records
 from offload.extras.data.mixture import Mixture
+from offload.extras.data.records import Chat, Pair, Preference
 from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of, source_of
 
@@ -198,10 +200,10 @@ def test_an_answer_without_a_token_stays_beside_the_other() -> None:
     """A tokenizer can drop blanks. Break: skip the empty document, so that pairs mix two rows."""
     rules = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=rules), train_on_prompt=False)
+    encoder, findings = Encoder(PreTrainedTokenizerFast(tokenizer_object=rules)), Findings()
     pair = Preference("rows.jsonl:1", Pair("rows.jsonl:1", "", " "), Pair("rows.jsonl:1", "", "a"))
-    assert [each.ids.tolist() for each in encoder.encode([(False, pair)])] == [[], [0]]
-    assert encoder.num_empty == 0
+    assert [each.ids.tolist() for each in encoder.encode([(False, pair)], findings)] == [[], [0]]
+    assert findings.num_empty == 0
 
 
 @pytest.fixture
@@ -244,7 +246,7 @@ def test_what_is_compared_is_the_answer_behind_the_prompt(
     assert "One." in data.tokenizer.decode(batch["input_ids"][0])
     assert data.group == 2
     assert data.rows_description.startswith("pairs of rows: 1 of 48 tokens to train on, 0 to evaluate")
-    assert data.sources[0].contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
+    assert data.sources[0].prepared.contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
 
 
 def test_pairs_stay_pairs_in_any_order_and_none_is_cut_in_half(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,12 +19,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from offload.errors import ConfigError
-from offload.extras.data import formats
 from offload.extras.data.chat import BUILTIN_TEMPLATE
-from offload.extras.data.encode import Encoder
-from offload.extras.data.formats import Ids, detect_format, read_records
-from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
-from offload.extras.data.rows import BadRow, BadRows
+from offload.extras.data.encoder import Encoder
+from offload.extras.data.findings import Findings
+from offload.extras.data.formats import FORMATS, detect_format, read_records
+from offload.extras.data.records import Ids
+from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS
+from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of
 
 PLAIN = (
@@ -161,7 +161,7 @@ def encode(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
             raise record
         if isinstance(record, Ids):
             return [1] * len(record.ids) if record.trained is None else [int(each) for each in record.trained]
-        made = next(Encoder(own, train_on_prompt).encode([(False, record)]))
+        made = next(Encoder(own, train_on_prompt).encode([(False, record)], Findings()))
         mask = np.ones(len(made.ids), bool) if made.trained is None else made.trained
         cuts = [0, *np.flatnonzero(np.diff(mask)) + 1, len(mask)]
         parts = [(own.decode(made.ids[a:b]), mask[a]) for a, b in pairwise(cuts)]
@@ -206,8 +206,9 @@ def test_the_table_is_whole() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/data.md").read_text()
     missing = [key for key in (*(each.name for each in ROW_KEYS), *of_messages) if f"`{key}`" not in page]
     assert not missing
-    assert not set(columns_for("preference")) & set(refused_in("preference"))
-    assert "system_prompt" in refused_in("messages")
+    refused = {name: {key.name for key in each.refused} for name, each in FORMATS.items()}
+    assert not refused["preference"] & set(FORMATS["preference"].read)
+    assert "system_prompt" in refused["messages"]
 
 
 @pytest.mark.parametrize("key", [*TEMPLATE_KEYS, "tools", "developer"])
@@ -372,10 +373,8 @@ def test_any_row_is_a_record_or_a_bad_row(number: int, bpe: Any) -> None:
         for seed in range(number):
             draw = random.Random(seed)
             data_format = draw.choice(list(BASES))
-            found = formats._parse_row(
-                SimpleNamespace(format=data_format, place=None), mutated(BASES[data_format], draw), "a:1"
-            )
+            found = FORMATS[data_format].record(mutated(BASES[data_format], draw), "a:1", None)
             kinds[type(found).__name__] += 1
             if not isinstance(found, BadRow):
-                list(Encoder(tokenizer, bool(seed % 2), BadRows("skip")).encode([(False, found)]))
+                list(Encoder(tokenizer, bool(seed % 2)).encode([(False, found)], Findings("skip")))
     assert min(kinds[name] for name in ("BadRow", "Chat", "Preference", "Ids", "Text")) > number / 40

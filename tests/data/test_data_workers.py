@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from offload.errors import ConfigError
-from offload.extras.data.encode import Encoder
-from offload.extras.data.formats import Chat, Ids, Pair, Record, Text
-from offload.extras.data.rows import BadRows
+from offload.extras.data.encoder import Encoder
+from offload.extras.data.findings import Findings
+from offload.extras.data.records import Chat, Ids, Pair, Record, Text
 from offload.extras.data.tokenizer import load_tokenizer
 from offload.extras.data.workers import encode_ahead
 from tests.data.test_data_chat import MISTRAL
@@ -69,7 +69,7 @@ def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
 @pytest.mark.slow
 def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents, masks, counts and errors for every record type."""
-    monkeypatch.setattr("offload.extras.data.encode._BATCH_RECORDS", 3)
+    monkeypatch.setattr("offload.extras.data.text_encoder._BATCH_RECORDS", 3)
     tokenizer = load_tokenizer(bpe_folder(MISTRAL))
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
     records: list[Record] = [
@@ -83,13 +83,13 @@ def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monke
     ]
 
     def encoded(num_workers: int) -> list[Any]:
-        bad = BadRows("skip")
-        encoder = Encoder(tokenizer, False, bad, "held out", num_workers)
+        findings = Findings("skip")
+        given = ((i in (2, 4), record) for i, record in enumerate(records))
         found = [
             (each.where, *(None if one is None else one.tolist() for one in (each.ids, each.trained, each.num_bytes)))
-            for each in encoder.encode((i in (2, 4), record) for i, record in enumerate(records))
+            for each in Encoder(tokenizer).encode(given, findings, "held out", num_workers)
         ]
-        return [found, encoder.num_empty, encoder.num_split, bad.num, bad.examples]
+        return [found, findings.num_empty, findings.num_split, findings.num_bad, findings.bad]
 
     assert encoded(1) == encoded(0)
     found, *counts, examples = encoded(0)
@@ -98,7 +98,7 @@ def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monke
     assert counts == [1, 0, 1]
     assert "refuses a conversation of user, user" in examples[0]
     with pytest.raises(ConfigError, match=r"bad: .*refuses a conversation"):
-        list(Encoder(tokenizer, False, num_workers=1).encode((False, record) for record in records))
+        list(Encoder(tokenizer).encode(((False, record) for record in records), Findings(), num_workers=1))
 
 
 def test_the_setting_reaches_the_tokenizing(
@@ -108,14 +108,13 @@ def test_the_setting_reaches_the_tokenizing(
     from offload.extras.data.dataset import build_dataset
     from tests.data.asked import source_of
 
-    asked = []
+    asked, encode = [], Encoder.encode
 
-    class Told(Encoder):
-        def __init__(self, *args: Any, **_more: Any) -> None:
-            asked.append(args[-1])
-            super().__init__(*args[:-1])
+    def told(*args: Any) -> Any:
+        asked.append(args[-1])
+        return encode(*args[:-1])
 
-    monkeypatch.setattr(prepare, "Encoder", Told)
+    monkeypatch.setattr(Encoder, "encode", told)
     monkeypatch.setattr(prepare, "usable_cores", lambda: range(40))
     text = write_lines("t.jsonl", {"text": "one two"})
     chats = write_lines("c.jsonl", {"prompt": "one", "completion": " two"})

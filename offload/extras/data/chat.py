@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.extras.data.formats import Chat, common_prefix_length
+from offload.extras.data.findings import Findings
+from offload.extras.data.records import Chat, common_prefix_length
 from offload.extras.data.row_keys import TEMPLATE_KEYS
 from offload.extras.data.rows import BadRow, json_reason
 
@@ -76,10 +77,8 @@ class ChatRenderer:
         self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
         self._train_on_prompt = train_on_prompt
         self._ends = tuple(ends)
-        self.num_open = 0
-        """Answers before another turn, without a token that ends generation."""
-        self.dropped: list[str] = []
-        """What the template drops without an error, by place: system messages, and `documents` of rows."""
+        self.findings = Findings()
+        """Counts open answers and dropped texts."""
 
     def render_documents(self, chat: Chat) -> list[Segments]:
         """Return the documents of a conversation: several only if the template rewrites earlier turns.
@@ -90,7 +89,8 @@ class ChatRenderer:
         chat = template.with_expected_arguments(chat)
         whole, marks = template.render(chat, len(chat.messages))
         # A template may leave out a system message or documents without an error.
-        self.dropped += _dropped(chat, whole)
+        for place in _dropped(chat, whole):
+            self.findings.drop(place)
         if self._train_on_prompt:
             return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
         # The template's own marks are exact. Marks of the row, and a completion, need the place of each message.
@@ -120,7 +120,7 @@ class ChatRenderer:
         if not behind or text[start:end].rstrip().endswith(self._ends):
             return end
         marker = next((each for each in self._ends if behind.startswith(each)), None)
-        self.num_open += marker is None
+        self.findings.num_open += marker is None
         return end if marker is None else len(text) - len(behind) + len(marker)
 
 

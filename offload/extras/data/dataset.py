@@ -12,10 +12,12 @@ import numpy as np
 from offload.app.user_cache import default_cache_dir
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
+from offload.extras.data.encoder import Encoder
 from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout
 from offload.extras.data.picture_encoder import PictureInputs
-from offload.extras.data.prepare import Preparation, SourceFiles
+from offload.extras.data.prepare import prepare
+from offload.extras.data.row_source import RowSource
 from offload.extras.data.source_rows import SourceRows, names_of
 from offload.extras.data.sources import Source, SourceFile, both_names, hash_text
 from offload.extras.data.storage import Mark
@@ -138,8 +140,8 @@ class Dataset:
     @property
     def has_one_picture_per_row(self) -> bool:
         """True if each training and eval row has exactly one picture."""
-        stores = [each for rows in self.sources for each in (rows.tokens.train, rows.tokens.eval)]
-        return all(store.picture_store is not None and store.picture_store.has_one_picture_each for store in stores)
+        prepared = [rows.prepared for rows in self.sources]
+        return all(store.has_one_picture_each for each in prepared for store in (each.train, each.eval))
 
     @property
     def rows_description(self) -> str:
@@ -169,7 +171,7 @@ class Dataset:
             *(("eval", "evaluated on", each, None) for each in self.eval_sources),
         ):
             share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
-            yield f"{word}: {', '.join([each.contents, share, *each.more(quota, self.num_train_rows)])}"
+            yield f"{word}: {', '.join([each.prepared.contents, share, *each.more(quota, self.num_train_rows)])}"
         yield f"{self.rows_description}; objective: {objective.name}"
         if not self.train.packing and self.rope_limit is not None and self.longest > self.rope_limit:
             yield (
@@ -389,47 +391,54 @@ def build_dataset(
         no_answers: The same for rows that separate a prompt from an answer.
         progress: Called with (stage, fraction done) during preparation.
     """
-    training_files = [SourceFiles(source, vocab_size, eval_share, on_bad_row) for source in sources]
-    eval_files = [SourceFiles(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
-    _check_disjoint(training_files, eval_files)
-    _check_pairs([*training_files, *eval_files], pairs=pairs)
-    with_pictures = next((each for each in (*training_files, *eval_files) if each.has_pictures), None)
+    training = [RowSource(source, vocab_size, eval_share, on_bad_row) for source in sources]
+    evaluation = [RowSource(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
+    _check_disjoint(training, evaluation)
+    row_sources = [*training, *evaluation]
+    _check_pairs(row_sources, pairs=pairs)
+    with_pictures = next((each for each in row_sources if each.has_pictures), None)
     if with_pictures is not None and no_pictures:
-        raise ConfigError(f"{with_pictures.source.setting} {with_pictures.source} has pictures, and {no_pictures}")
-    with_answers = next((each for each in (*training_files, *eval_files) if each.may_mask), None)
+        raise ConfigError(f"{with_pictures} has pictures, and {no_pictures}")
+    with_answers = next((each for each in row_sources if each.may_mask), None)
     if with_answers is not None and no_answers and not train_on_prompt:
         formats = ", ".join(sorted(with_answers.formats))
-        raise ConfigError(
-            f"{with_answers.source.setting} {with_answers.source} has the format {formats}, and {no_answers}"
-        )
+        raise ConfigError(f"{with_answers} has the format {formats}, and {no_answers}")
     cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
     report = progress or (lambda *_: None)
-    all_files = [*training_files, *eval_files]
-    preparation = Preparation(all_files, vocab_size, cache_folder, report, num_workers)
-    loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
+    encoder = Encoder.open(
+        row_sources,
+        tokenizer,
+        model_path,
+        is_pretrained=is_pretrained,
+        train_on_prompt=train_on_prompt,
+        cache_dir=cache_folder,
+        progress=report,
+    )
+    loaded = encoder.tokenizer
     # Any valid id will do: padding has no target, and no token of a document sees it.
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
     )
     if isolated is None:
-        isolated = any(each.has_chats for each in training_files)
+        isolated = any(each.has_chats for each in training)
     layout: Layout = "isolated" if packing and isolated else packing
     if with_pictures:  # picture tokens are not cut
         layout = False
-    source_rows = []
-    for name, each in zip(names_of([each.source for each in all_files]), all_files, strict=True):
-        tokens = preparation.tokenize(each, loaded, train_on_prompt)
-        source_rows.append(SourceRows.of(name, each, tokens, sequence_length, layout, pad_id, train_on_prompt))
-    training, evaluated = source_rows[: len(training_files)], source_rows[len(training_files) :]
-    notes = [*preparation.notes, *(note for each in source_rows for note in each.notes(len(source_rows) > 1))]
+    laid_out = []
+    for name, each in zip(names_of([*sources, *eval_sources]), row_sources, strict=True):
+        prepared = prepare(each, encoder, cache_folder, report, num_workers)
+        laid_out.append(SourceRows.of(name, prepared, sequence_length, layout, pad_id, train_on_prompt))
+    notes = [note for each in row_sources for note in each.notes]
+    notes += [*encoder.notes, *(note for each in laid_out for note in each.notes(len(laid_out) > 1))]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
-    parts = [each.train for each in training]
+    trained, evaluated = laid_out[: len(training)], laid_out[len(training) :]
+    parts = [each.train for each in trained]
     group = parts[0].group
     numbers = [part.num_rows // group for part in parts]
     # In pairs first, so a quota never cuts a preference in two.
     shares = [group * each for each in quotas(numbers, [each.weight for each in sources], stopping_strategy)]
-    held_out = [each.eval for each in training]
+    held_out = [each.eval for each in trained]
     return Dataset(
         Mixture.of(parts, shares),
         # An empty set keeps the layout, for a data set without held-out rows.
@@ -438,12 +447,12 @@ def build_dataset(
         batch_size * group,
         seed,
         tuple(notes),
-        tuple(training),
+        tuple(trained),
         tuple(evaluated),
         pad_id,
         LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
         rope_limit,
-        None if preparation.processor is None else PictureInputs(preparation.processor),
+        None if encoder.processor is None else PictureInputs(encoder.processor),
     )
 
 
@@ -459,10 +468,10 @@ def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
     return indices[:0] if own_slice.stop > own_slice.start else indices[: rows.group]
 
 
-def _check_disjoint(training: Sequence[SourceFiles], evaluation: Sequence[SourceFiles]) -> None:
+def _check_disjoint(training: Sequence[RowSource], evaluation: Sequence[RowSource]) -> None:
     """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
     # Marks see through links and other spellings of a path.
-    by_mark: dict[Mark, tuple[SourceFiles, SourceFile]] = {}
+    by_mark: dict[Mark, tuple[RowSource, SourceFile]] = {}
     for each in training:
         for file in each.files:
             for mark in file.place.marks:
@@ -484,15 +493,13 @@ def _check_disjoint(training: Sequence[SourceFiles], evaluation: Sequence[Source
                 )
 
 
-def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
+def _check_pairs(sources: Sequence[RowSource], *, pairs: bool) -> None:
     """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
     other = next((each for each in sources if (each.formats == {"preference"}) != pairs), None)
     if other is not None:
         formats, method = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
         fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
-        raise ConfigError(
-            f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
-        )
+        raise ConfigError(f"{other} has the format {formats}, and train.method {method}: {fix}.")
 
 
 def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:

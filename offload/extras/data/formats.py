@@ -1,4 +1,4 @@
-"""Rows and files to records: five record types for all formats; errors name file and line.
+"""Rows and files to records, by one table of formats; errors name file and line.
 
 docs/reference/data.md describes the formats. `row_keys` lists the optional keys of rows and messages, `rows` reads the
 row files.
@@ -7,27 +7,28 @@ row files.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from offload.errors import ConfigError, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
 from offload.extras.data.packing import IGNORE
-from offload.extras.data.pictures import Picture, PictureMatcher, has_picture
+from offload.extras.data.pictures import PictureMatcher, has_picture
+from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text, common_prefix_length
 from offload.extras.data.row_keys import (
     MARKS,
     NO_VARIABLES,
+    ROW_KEYS,
     TEMPLATE_KEYS,
-    check_row,
-    columns_for,
+    RowKey,
     is_empty,
     mark_of,
-    refused_in,
     typed,
     without_marks,
 )
@@ -40,15 +41,6 @@ _LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
 _PIECE_TOKENS = 1 << 20
 _LLMC_MAGIC = 20240520
 
-_KEYS = {
-    "jsonl": ("text",),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt-completion": ("prompt", "completion"),
-    "preference": ("chosen", "rejected"),
-    "tokens": ("input_ids",),
-}
 _USUAL_NAMES = {
     "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
     "completion": ("completion", "answer", "response", "output", "solution", "target", "reply"),
@@ -74,104 +66,6 @@ RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})
 CHAT_FORMATS = RENDERED_FORMATS | {"prompt-completion", "preference"}
 
 
-@dataclass(frozen=True)
-class Text:
-    """Plain text: a document, or a piece. A middle piece neither opens nor closes the document."""
-
-    where: str
-    text: str
-    opens: bool = True
-    closes: bool = True
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation in the messages format.
-
-    Assistant messages are trained, from message `num_prompt` on if the row separates prompt and answer. `marks`
-    override this for single messages, by index from 0. `options` are variables for the chat template. `pictures`: the
-    pictures in order; the messages hold the placeholders.
-    """
-
-    where: str
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    num_prompt: int | None = None
-    pictures: tuple[Picture, ...] = ()
-    marks: Mapping[int, bool] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def trains(self, index: int) -> bool:
-        """Return True if a message is trained."""
-        by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_prompt or 0)
-        return self.marks.get(index, by_role)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and the completion to train on."""
-
-    where: str
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Two answers to one prompt, the first preferred."""
-
-    where: str
-    chosen: Chat | Pair
-    rejected: Chat | Pair
-
-
-@dataclass(frozen=True)
-class Ids:
-    """Token ids [n], used without change.
-
-    `stream`: the file does not mark documents. `trained` bool [n], None: all tokens.
-    """
-
-    where: str
-    ids: np.ndarray
-    closes: bool
-    stream: bool
-    trained: np.ndarray | None = None
-
-
-Record = Text | Chat | Pair | Preference | Ids
-
-
-def texts_of(record: Record) -> list[str]:
-    """Return the texts in a record, in order. Empty for token ids."""
-    if isinstance(record, Text):
-        return [record.text]
-    if isinstance(record, Pair):
-        return [record.prompt, record.completion]
-    if isinstance(record, Preference):
-        return [*texts_of(record.chosen), *texts_of(record.rejected)]
-    if isinstance(record, Ids):
-        return []
-    contents = [message["content"] for message in record.messages]
-    parts = [part for each in contents if not isinstance(each, str) for part in each]
-    return [each for each in contents if isinstance(each, str)] + [
-        text for part in parts for text in (part.get("text"), part.get(part["type"])) if isinstance(text, str)
-    ]
-
-
-def untrained_roles(record: Record) -> set[str]:
-    """Return the roles in a conversation if no message is trained and none has the role assistant."""
-    if not isinstance(record, Chat) or any(record.trains(index) for index in range(len(record.messages))):
-        return set()
-    roles = {message["role"] for message in record.messages}
-    return set() if "assistant" in roles else roles
-
-
-def picture_bytes(record: Record) -> int:
-    """Return the picture bytes stored inside a record."""
-    return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
-
-
 def detect_format(file: SourceFile) -> str:
     """Return the format for `file`: the configured one, or for `auto` by file ending, columns or first row keys.
 
@@ -185,7 +79,7 @@ def detect_format(file: SourceFile) -> str:
     names = columns_of(file)
     if file.format != "auto":
         if names is not None:
-            _check_keys(file.format, names, str(file.place), file.columns)
+            FORMATS[file.format].check_columns(names, file)
         return file.format
     if names is None:
         return _detect_by_rows(file)
@@ -215,7 +109,7 @@ def _detect_by_rows(file: SourceFile) -> str:
 
 
 def _check_columns(file: SourceFile) -> None:
-    known = list(dict.fromkeys(key for name, keys in _KEYS.items() for key in (*keys, *columns_for(name))))
+    known = list(dict.fromkeys(key for each in FORMATS.values() for key in each.read))
     for key in file.columns:
         if key not in known:
             raise ConfigError(
@@ -228,11 +122,11 @@ def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) ->
     """Return the one format with all keys in `names`. Raises ConfigError."""
     # A renamed column counts under both names.
     available = {*names, *(key for key, column in columns.items() if column in names)}
-    fitting = [name for name, keys in _KEYS.items() if all(key in available for key in keys)]
+    fitting = [name for name, each in FORMATS.items() if available.issuperset(each.keys)]
     if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
         fitting.remove("preference")
     if columns and len(fitting) > 1:  # the format of the renamed columns
-        fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *columns_for(name)}] or fitting
+        fitting = [name for name in fitting if columns.keys() <= set(FORMATS[name].read)] or fitting
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -270,7 +164,8 @@ def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: M
     """Return a note about columns without effect, with the setting to read one. `columns`: as `Source.columns`."""
     listed = ", ".join(map(repr, unread[:_NUM_NAMED]))
     more = f" and {len(unread) - _NUM_NAMED} more" if len(unread) > _NUM_NAMED else ""
-    known = {key for each in data_formats for key in _known_keys(each)}
+    own = [FORMATS[each] for each in data_formats if each in FORMATS]  # whole files have none
+    known = {key for each in own for key in each.known}
     # A passage left out is the worst case: the answers then refer to nothing.
     context = _usual_name("input", unread) if known & {"input", "completion"} else None
     system = _usual_name("system", unread) if "system" in known - {"completion"} else None
@@ -281,28 +176,17 @@ def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: M
         key, name = ("input", context) if context is not None else ("system", system)
         fix = f"To read {name!r}, set --data.columns '{_show_columns({**columns, key: str(name)})}'."
     else:
-        keys = dict.fromkeys(key for each in data_formats for key in (*_KEYS.get(each, ()), *columns_for(each)))
+        keys = dict.fromkeys(key for each in own for key in each.read)
         fix = f"To read one, map it to a key of the format by --data.columns: {', '.join(keys)}."
     return f"not read: the {'column' if len(unread) == 1 else 'columns'} {listed}{more}. {fix}"
 
 
 def _describe_formats() -> str:
-    known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
+    known = "; ".join(f"{name}: {', '.join(each.keys)}" for name, each in FORMATS.items())
     return f"The formats and their keys are {known}. See data.format."
 
 
-def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping[str, str]) -> None:
-    """Raise ConfigError if a table lacks a column for the format."""
-    missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
-    if missing:
-        raise ConfigError(
-            f"{where} lacks the column {_quote_names(missing)} for data.format={data_format}; it has "
-            f"{_quote_names(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
-            f"'{{{_KEYS[data_format][0]}: NAME}}'."
-        )
-
-
-def read_records(file: SourceFile, vocab_size: int, unread: set[str] | None = None) -> Iterator[Record | BadRow]:
+def read_records(file: SourceFile, vocab_size: int, unread: list[str] | None = None) -> Iterator[Record | BadRow]:
     """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
 
     `vocab_size` decides the id width in a .bin file without header. `unread` receives the columns without effect: in a
@@ -316,31 +200,29 @@ def read_records(file: SourceFile, vocab_size: int, unread: set[str] | None = No
         for line, messages in docstring_chats("".join(piece.text for piece in _read_text(file)), file.name):
             yield Chat(f"{file.place}:{line}", messages)
     else:
-        unread, known = set() if unread is None else unread, _known_keys(file.format)
-        for where, row in read_rows(file, _columns_to_read(file, unread)):
-            if not isinstance(row, dict):
-                yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
-                continue
-            renamed = _rename(row, file.columns)
-            unread.update(key for key in renamed.keys() - known - unread if not is_empty(renamed[key]))
-            yield _parse_row(file, renamed, where)
+        yield from _read_rows(file, FORMATS[file.format], [] if unread is None else unread)
 
 
-def _known_keys(data_format: str) -> frozenset[str]:
-    """Return the keys with a meaning in a format."""
-    return frozenset((*_KEYS.get(data_format, ()), *columns_for(data_format), *refused_in(data_format)))
+def _read_rows(file: SourceFile, data_format: Format, unread: list[str]) -> Iterator[Record | BadRow]:
+    folder = file.place.path.parent if isinstance(file.place, LocalFile) else None
+    for where, content in read_rows(file, _columns_to_read(file, data_format, unread)):
+        row = content
+        if isinstance(row, dict):
+            row = _rename(row, file.columns)
+            others = (key for key in row if key not in data_format.known and key not in unread)
+            unread += [key for key in others if not is_empty(row[key])]
+        yield row if isinstance(row, BadRow) else data_format.record(row, where, folder)
 
 
-def _columns_to_read(file: SourceFile, unread: set[str]) -> list[str] | None:
+def _columns_to_read(file: SourceFile, data_format: Format, unread: list[str]) -> list[str] | None:
     """Return the table columns that the format reads. None: not a table. `unread` receives the others."""
     names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
     if names is None:
         return None
-    _check_keys(file.format, names, str(file.place), file.columns)
-    wanted = (*_KEYS[file.format], *columns_for(file.format), *refused_in(file.format))
-    columns = list(dict.fromkeys(column for key in wanted if (column := file.columns.get(key, key)) in names))
-    unread.update(name for name in names if name not in columns)
-    return columns
+    data_format.check_columns(names, file)
+    columns = [column for key in data_format.known if (column := file.columns.get(key, key)) in names]
+    unread += set(names).difference(columns, unread)
+    return list(dict.fromkeys(columns))
 
 
 def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -349,13 +231,6 @@ def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
         return row
     renamed = {key: row[column] for key, column in columns.items() if column in row}
     return {key: value for key, value in row.items() if key not in columns.values()} | renamed
-
-
-def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
-    try:
-        return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
-    except BadRow as bad:
-        return bad
 
 
 def _read_text(file: SourceFile) -> Iterator[Text]:
@@ -387,59 +262,115 @@ def _cut(text: str, end: int, begin: int = 0) -> int:
     return text.rfind("\n", begin, end) + 1 or end
 
 
-def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Record:
-    """Turn one JSON value into a record. `folder`: base of relative picture paths. Raises BadRow."""
-    if not isinstance(record, dict):
-        raise BadRow(
-            f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
-            f"{_quote_names(_KEYS[data_format])}."
-        )
-    missing = [key for key in _KEYS[data_format] if key not in record]
-    if missing:
-        raise BadRow(
-            f"{where} lacks {_quote_names(missing)} for data.format={data_format}; "
-            f"it has {_quote_names(sorted(record)) or 'nothing'}."
-        )
-    # Padding may have any position, often 0 or 1 again, and would look like further documents.
-    check_row(data_format, _without_padding(record) if data_format == "tokens" else record, where)
-    if data_format == "tokens":
-        return _parse_ids(record, where)
-    if data_format == "jsonl":
-        return Text(where, _string(record, "text", where))
-    if data_format == "prompt-completion":
-        return _parse_completion(record, where)
-    if data_format == "preference":
-        return _parse_preference(record, where)
-    if data_format == "alpaca":
-        return _parse_chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
-    (turns_key,) = _KEYS[data_format]
-    turns = _parse_json(record[turns_key], where)
+class Row(NamedTuple):
+    """A row for the parser of its format."""
+
+    data_format: Format
+    values: dict[str, Any]
+    where: str
+    """Name for messages: file and line."""
+    folder: Path | None
+    """Base of relative picture paths."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of rows."""
+
+    name: str
+    keys: tuple[str, ...]
+    """Required keys."""
+    parse: Callable[[Row], Record]
+    """Turns a row with these keys into a record. Raises BadRow."""
+
+    @cached_property
+    def read(self) -> tuple[str, ...]:
+        """Required and optional keys."""
+        return (*self.keys, *(key.name for key in ROW_KEYS if self.name in key.honoured))
+
+    @cached_property
+    def refused(self) -> tuple[RowKey, ...]:
+        """Keys with an effect in other formats alone: a row with a value there is a bad one."""
+        return tuple(key for key in ROW_KEYS if self.name in key.refused - key.honoured)
+
+    @cached_property
+    def known(self) -> dict[str, None]:
+        """All keys with a meaning, in order."""
+        return dict.fromkeys((*self.read, *(key.name for key in self.refused)))
+
+    def check_columns(self, names: list[str], file: SourceFile) -> None:
+        """Raise ConfigError if a table with these columns lacks one for a required key."""
+        missing = [column for key in self.keys if (column := file.columns.get(key, key)) not in names]
+        if missing:
+            raise ConfigError(
+                f"{file.place} lacks the column {_quote_names(missing)} for data.format={self.name}; it has "
+                f"{_quote_names(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
+                f"'{{{self.keys[0]}: NAME}}'."
+            )
+
+    def record(self, value: Any, where: str, folder: Path | None) -> Record | BadRow:
+        """Return the record of a JSON value, or a `BadRow`. `where`, `folder`: as in `Row`."""
+        try:
+            self._check(value, where)
+            return self.parse(Row(self, value, where, folder))
+        except BadRow as bad:
+            return bad
+
+    def _check(self, value: Any, where: str) -> None:
+        """Raise BadRow unless the value is an object with all required keys and no refused one."""
+        if not isinstance(value, dict):
+            raise BadRow(
+                f"{where} is a value of type {type(value).__name__}; data.format={self.name} needs an object with "
+                f"{_quote_names(self.keys)}."
+            )
+        missing = [key for key in self.keys if key not in value]
+        if missing:
+            raise BadRow(
+                f"{where} lacks {_quote_names(missing)} for data.format={self.name}; "
+                f"it has {_quote_names(sorted(value)) or 'nothing'}."
+            )
+        # Padding may have any position, often 0 or 1 again, and would look like further documents.
+        attended = _without_padding(value) if "input_ids" in self.keys else value
+        for key in self.refused:
+            if key.name in attended and not key.says_nothing(attended[key.name]):
+                raise BadRow(f"{where} has {key.name!r}, and data.format={self.name} does not read it; {key.fix}.")
+
+
+def _parse_text(row: Row) -> Text:
+    return Text(row.where, _string(row.values["text"], "text", row.where))
+
+
+def _parse_turns(parse_turn: Callable[[Any, str, PictureMatcher], dict[str, Any]], row: Row) -> Chat:
+    """Return the conversation in a list of turns. Raises BadRow."""
+    (key,), where = row.data_format.keys, row.where
+    turns = _parse_json(row.values[key], where)
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"{where}: {turns_key!r} must be a list of at least one message (data.format={data_format}).")
-    matcher = PictureMatcher(_parse_list(record.get("images"), where), folder, where)
-    check = _parse_sharegpt_turn if data_format == "sharegpt" else _check_message
-    messages = [check(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
+        raise BadRow(f"{where}: {key!r} must be a list of at least one message (data.format={row.data_format.name}).")
+    matcher = PictureMatcher(_parse_list(row.values.get("images"), where), row.folder, where)
+    messages = [parse_turn(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
     # After all messages: now each picture must have a place.
     matcher.check()
     # Some data sets have the system message twice: as a column, and as the first message.
-    system = _unless_said(_system(record, where), messages)
-    return _parse_chat(record, where, [*system, *messages], pictures=tuple(matcher.pictures))
+    system = _unless_said(_system(row), messages)
+    return _parse_chat(row, [*system, *messages], pictures=tuple(matcher.pictures))
 
 
-def _parse_chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
+def _parse_chat(row: Row, messages: list[dict[str, Any]], **more: Any) -> Chat:
     """Return a conversation with marks, tools and template variables. Raises BadRow."""
+    where = row.where
     marks = {
         i: mark for i, each in enumerate(messages) if (mark := mark_of(each, f"{where}, message {i + 1}")) is not None
     }
     if marks and "num_prompt" in more:
         mark_keys = ", ".join(repr(key) for key in MARKS if any(key in each for each in messages))
         raise BadRow(f"{where} has {mark_keys} in a message, and a completion is trained as a whole: leave it out.")
-    tools, options = _tools_and_options(record, where)
+    tools, options = _tools_and_options(row)
     return Chat(where, [without_marks(each) for each in messages], tools, marks=marks, options=options, **more)
 
 
-def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
+def _tools_and_options(row: Row) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return the tools and the chat template variables in a row. Raises BadRow."""
+    record, where = row.values, row.where
     tools = _parse_json(record.get("tools") or None, where) or None
     options = _parse_json(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
     if tools is not None and not isinstance(tools, list):
@@ -460,46 +391,50 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
     return tools, options if parallel is None else {"parallel_tool_calls": parallel, **options}
 
 
-def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the `history` turns, [[question, answer], ...], followed by the row's own turn. Raises BadRow."""
+def _parse_alpaca(row: Row) -> Chat:
+    """Return the `history` pairs, [[question, answer], ...], and the pair of the row, as messages. Raises BadRow."""
+    record, where = row.values, row.where
+    system = _system(row)
     history = _parse_json(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
-    extra = _string(record, "input", where) if record.get("input") else ""
-    question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
-    pairs = [*history, (question, record["output"])]
-    return [
-        _message(role, _string({key: text}, key, where))
-        for pair in pairs
+    extra = _string(record["input"], "input", where) if record.get("input") else ""
+    question = _string(record["instruction"], "instruction", where) + (f"\n\n{extra}" if extra else "")
+    turns = [
+        _message(role, _string(text, key, where))
+        for pair in (*history, (question, record["output"]))
         for role, key, text in zip(("user", "assistant"), ("instruction", "output"), pair, strict=True)
     ]
+    return _parse_chat(row, [*system, *turns])
 
 
-def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
+def _parse_completion(row: Row) -> Chat | Pair:
     """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
+    record, where = row.values, row.where
     # A table of strings stores messages as JSON. Both must be messages: an answer in JSON is a text.
     given = {key: _stored_messages(record[key]) for key in ("prompt", "completion")}
     if all(isinstance(each, list) for each in given.values()):
         prompt, completion = (_parse_text_or_messages(each, f"{where}, {key!r}") for key, each in given.items())
         whole, num_prompt = _join(prompt, completion, f"{where}, 'completion'")
-        return _parse_chat(record, where, whole, num_prompt=num_prompt)
-    pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
-    if any(_tools_and_options(record, where)):
+        return _parse_chat(row, whole, num_prompt=num_prompt)
+    pair = Pair(where, *(_string(record[key], key, where) for key in ("prompt", "completion")))
+    if any(_tools_and_options(row)):
         raise BadRow(
             f"{where} has 'tools' or 'chat_template_kwargs' beside texts: write prompt and completion as messages."
         )
     return pair
 
 
-def _parse_preference(record: dict[str, Any], where: str) -> Preference:
+def _parse_preference(row: Row) -> Preference:
     """Turn a row into two texts, or into two conversations if any part is a conversation. Raises BadRow."""
+    record, where = row.values, row.where
     if record.get("images"):
         raise BadRow(f"{where} {_NO_PICTURES}")
     parsed: dict[str, Any] = {
         key: _parse_text_or_messages(record.get(key), f"{where}, {key!r}")
         for key in ("prompt", "messages", "chosen", "rejected")
     }
-    system, answers = _system(record, where), [parsed["chosen"], parsed["rejected"]]
+    system, answers = _system(row), [parsed["chosen"], parsed["rejected"]]
     prompt = parsed["messages"] if parsed["prompt"] is None else parsed["prompt"]
     if answers[0] == answers[1]:
         raise BadRow(f"{where}: 'chosen' and 'rejected' are the same, so neither is preferred.")
@@ -510,7 +445,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
         prompt = None
     # Some data sets have the prompt twice: as a column, and in front of both answers.
     prompt, answers = _said_once(prompt, answers)
-    is_rendered = bool(system) or any(_tools_and_options(record, where))
+    is_rendered = bool(system) or any(_tools_and_options(row))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
         # Without a prompt: the common beginning of both answers is the prompt, as in TRL.
         num_prompt = 0 if prompt is not None else _shared_length(answers)
@@ -529,7 +464,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
         if all(message["role"] != "assistant" for message in whole[num_prompt:]):
             raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
         before = _unless_said(system, whole)
-        chats.append(_parse_chat(record, where, [*before, *whole], num_prompt=len(before) + num_prompt))
+        chats.append(_parse_chat(row, [*before, *whole], num_prompt=len(before) + num_prompt))
     return Preference(where, *chats)
 
 
@@ -620,11 +555,6 @@ def _shared_length(answers: Sequence[Sequence[Any]]) -> int:
     return min(common_prefix_length(*answers), *(len(each) - 1 for each in answers))
 
 
-def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the common prefix length for two texts or conversations."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _parse_json(value: Any, where: str) -> Any:
     """Parse JSON if the value is a text, as in string tables. Raises BadRow."""
     if not isinstance(value, str) or not value.strip():
@@ -650,14 +580,13 @@ def _without_padding(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "position_ids": [place for place, attended in zip(positions, mask, strict=True) if attended]}
 
 
-def _parse_ids(record: dict[str, Any], where: str) -> Ids:
+def _parse_ids(row: Row) -> Ids:
     """Return ready-made token ids.
 
     Labels are unshifted, as in transformers. Completion and answer masks exclude tokens from training. Raises BadRow.
     """
-    arrays = {
-        key: _parse_integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record
-    }
+    record, where = row.values, row.where
+    arrays = {key: _parse_integers(record[key], key, where) for key in row.data_format.read if key in record}
     ids = arrays["input_ids"]
     for key, array in arrays.items():
         if len(array) != len(ids):
@@ -695,7 +624,7 @@ def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None =
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
-    value = _string(turn, "value", where)
+    value = _string(turn["value"], "value", where)
     more = {key: each for key, each in turn.items() if key not in ("from", "value")}
     return {
         **more,
@@ -721,7 +650,7 @@ def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None)
         content = ""
     if content is None:
         raise BadRow(f"{where}: 'content' must be a string, and this message of the role {turn['role']!r} has none.")
-    return {**turn, "content": _string({"content": content}, "content", where)}
+    return {**turn, "content": _string(content, "content", where)}
 
 
 def _has(turn: Any, key: str) -> bool:
@@ -732,22 +661,34 @@ def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    return [_message("system", _string(record, "system", where))] if record.get("system") else []
+def _system(row: Row) -> list[dict[str, Any]]:
+    system = row.values.get("system")
+    return [_message("system", _string(system, "system", row.where))] if system else []
 
 
-def _string(record: dict[str, Any], key: str, where: str) -> str:
-    if not isinstance(record[key], str):
-        raise BadRow(f"{where}: {key!r} must be a string, it is {_type_name(record[key])}.")
-    return str(record[key])
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+def _string(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        found = "null" if value is None else type(value).__name__
+        raise BadRow(f"{where}: {key!r} must be a string, it is {found}.")
+    return value
 
 
 def _quote_names(keys: Any) -> str:
     return ", ".join(repr(key) for key in keys)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("jsonl", ("text",), _parse_text),
+        Format("messages", ("messages",), partial(_parse_turns, _check_message)),
+        Format("sharegpt", ("conversations",), partial(_parse_turns, _parse_sharegpt_turn)),
+        Format("alpaca", ("instruction", "output"), _parse_alpaca),
+        Format("prompt-completion", ("prompt", "completion"), _parse_completion),
+        Format("preference", ("chosen", "rejected"), _parse_preference),
+        Format("tokens", ("input_ids",), _parse_ids),
+    )
+}
 
 
 def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:

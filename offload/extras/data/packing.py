@@ -28,7 +28,7 @@ import numpy as np
 
 from offload.extras.data.order import rows_at
 from offload.extras.data.pictures import PictureDocument
-from offload.extras.data.store import TokenStore
+from offload.extras.data.token_file import TokenFile
 
 Layout = bool | Literal["isolated"]
 """Row layout: packed stream (True), one document per row (False), or packed documents isolated from each other."""
@@ -49,7 +49,7 @@ class Rows:
     Row indices and counts are int64 [n]. `kept` int64 [num_rows]: remaining layout rows. None: all.
     """
 
-    store: TokenStore
+    store: TokenFile
     sequence_length: int
     packing: Layout
     pad_id: int
@@ -71,7 +71,7 @@ class Rows:
     """For a part: first row in the whole layout."""
 
     @classmethod
-    def over(cls, store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
+    def over(cls, store: TokenFile, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
         """Lay out all rows in `store` and count the targets."""
         rows = cls(store, sequence_length, layout, pad_id, group)
         num_rows = -(-store.num_tokens // sequence_length) if layout is True else store.num_documents
@@ -84,7 +84,7 @@ class Rows:
             targets = rows._count_targets(np.arange(begin, end))
             # A pair with one empty answer has nothing to compare.
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
-            if store.picture_store is not None:
+            if store.has_pictures:
                 is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
                 num_too_long += int(is_too_long.sum())
                 targets[is_too_long] = 0
@@ -144,7 +144,7 @@ class Rows:
     def num_truncated_tokens(self) -> int:
         """Tokens cut off beyond the row end, in the whole store. Isolated rows cut off only documents with a prompt."""
         cuts = not self.packing or (self.packing == "isolated" and self.store.trained is not None)
-        if not cuts or not self.num_rows or self.store.picture_store is not None:
+        if not cuts or not self.num_rows or self.store.has_pictures:
             return 0
         lengths = np.diff(self.store.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
@@ -199,10 +199,10 @@ class Rows:
 
     def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
         """Return the rendered text and pictures of each row. None: no pictures."""
-        if self.store.picture_store is None:
+        if not self.store.has_pictures:
             return None
         rows = self.first + rows
-        return [self.store.picture_store.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
+        return [self.store.picture_document(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from offload.errors import ConfigError, MissingLibraryError, counted, describe, shorten
 from offload.extras.data.chat import ChatRenderer, Segments
-from offload.extras.data.encode import EncodedBatch, EncodedDocument, EncodeRequest, training_mask
-from offload.extras.data.formats import Chat
 from offload.extras.data.pictures import Picture, PictureDocument, decode_picture, hash_picture
+from offload.extras.data.records import Chat
 from offload.extras.data.rows import BadRow
+from offload.extras.data.text_encoder import EncodedBatch, EncodedDocument, EncodeRequest, training_mask
 from offload.extras.data.tokenizer import folder_of
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class PictureEncoder:
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode a batch of records, each a `Chat`."""
-        encoded, num_open = EncodedBatch([]), self._renderer.num_open
-        self._renderer.dropped = encoded.dropped
+        encoded = EncodedBatch([])
+        self._renderer.findings = encoded.findings
         for request in batch:
             try:
                 documents = self._documents(request)
@@ -90,8 +90,7 @@ class PictureEncoder:
                 encoded.parts.append(bad)
             else:
                 encoded.parts += documents
-                encoded.num_split += len(documents) > 1
-        encoded.num_open = self._renderer.num_open - num_open
+                encoded.findings.num_split += len(documents) > 1
         return encoded
 
     def _documents(self, request: EncodeRequest) -> list[EncodedDocument]:

@@ -82,18 +82,24 @@ class RowKey(NamedTuple):
     honoured: frozenset[str] = frozenset()
     """Formats that read the key."""
     refused: frozenset[str] = frozenset()
-    """Formats that refuse a row with a meaningful value."""
+    """Formats that refuse a row with a meaningful value. `honoured` comes first."""
     fix: str = ""
     """Remedy in the error message."""
     says_nothing: Callable[[Any], bool] = is_empty
     """True for a value without effect on the training."""
 
 
-_RENAME = "to train on it, map it: --data.columns '{{{}: {}}}'"
 _NOT_READ = "video and audio are not trained on: leave the key out"
 _ANSWER_IS_BAD = "it marks a bad answer: leave such rows out, or write preferences (chosen, rejected)"
 _ONE_DOCUMENT = "write one document in each row, without packing"
 _FLAG = "true or false, 1 or 0, or such a word"
+
+
+def _other_name(name: str, key: str, refused: frozenset[str] = WITH_ANSWERS) -> RowKey:
+    fix = f"to train on it, map it: --data.columns '{{{key}: {name}}}'"
+    return RowKey(name, "any", f"another name of `{key}`", refused=refused, fix=fix)
+
+
 NO_VARIABLES = frozenset(
     {
         "conversation",
@@ -149,10 +155,7 @@ ROW_KEYS = (
         )
         for name in ("prompt", "messages")
     ),
-    *(
-        RowKey(name, "any", "another name of `prompt`", frozenset(), _PAIRS, _RENAME.format("prompt", name))
-        for name in ("instruction", "question", "conversations")
-    ),
+    *(_other_name(name, "prompt", _PAIRS) for name in ("instruction", "question", "conversations")),
     RowKey(
         "images",
         "list, or JSON, of pictures",
@@ -161,35 +164,20 @@ ROW_KEYS = (
         WITH_ANSWERS,
         "write the row as messages",
     ),
-    RowKey("image", "any", "another name of `images`", frozenset(), WITH_ANSWERS, _RENAME.format("images", "image")),
+    _other_name("image", "images"),
     *(
-        RowKey(name, "any", "not trained on", frozenset(), WITH_ANSWERS, _NOT_READ)
+        RowKey(name, "any", "not trained on", refused=WITH_ANSWERS, fix=_NOT_READ)
         for name in ("video", "videos", "audio", "audios")
     ),
     RowKey(
         "functions",
         "any",
         "an older form of `tools`",
-        frozenset(),
-        WITH_ANSWERS,
-        "write each as {'type': 'function', 'function': ...} under 'tools'",
+        refused=WITH_ANSWERS,
+        fix="write each as {'type': 'function', 'function': ...} under 'tools'",
     ),
-    RowKey(
-        "available_tools",
-        "any",
-        "another name of `tools`",
-        frozenset(),
-        WITH_ANSWERS,
-        _RENAME.format("tools", "available_tools"),
-    ),
-    RowKey(
-        "system_prompt",
-        "any",
-        "another name of `system`",
-        frozenset(),
-        WITH_ANSWERS,
-        _RENAME.format("system", "system_prompt"),
-    ),
+    _other_name("available_tools", "tools"),
+    _other_name("system_prompt", "system"),
     RowKey(
         "weight",
         "1, or refused",
@@ -296,23 +284,6 @@ PART_TYPES = (
         "passed to the chat template; refused if the template drops one of the texts in the part",
     ),
 )
-
-
-def columns_for(data_format: str) -> tuple[str, ...]:
-    """Return the optional keys of a format."""
-    return tuple(key.name for key in ROW_KEYS if data_format in key.honoured)
-
-
-def refused_in(data_format: str) -> tuple[str, ...]:
-    """Return the refused keys of a format."""
-    return tuple(key.name for key in ROW_KEYS if data_format in key.refused - key.honoured)
-
-
-def check_row(data_format: str, row: Mapping[str, Any], where: str) -> None:
-    """Raise BadRow for a meaningful value under a refused key."""
-    for key in ROW_KEYS:
-        if key.name in row and data_format in key.refused - key.honoured and not key.says_nothing(row[key.name]):
-            raise BadRow(f"{where} has {key.name!r}, and data.format={data_format} does not read it; {key.fix}.")
 
 
 def mark_of(message: Mapping[str, Any], where: str) -> bool | None:

@@ -27,7 +27,6 @@ _MAX_ROW_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
 _BLOCK_CHARS = 1 << 20
-_NUM_EXAMPLES = 3
 _SIGN = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")  # before an element of a JSON array, and after the last
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _EXPECTED = "One record a line is expected, or one array of records."
@@ -35,25 +34,6 @@ _EXPECTED = "One record a line is expected, or one array of records."
 
 class BadRow(ConfigError):
     """One row violates the format; others may be valid."""
-
-
-class BadRows:
-    """Policy for bad rows: raise the first one, or count and skip all."""
-
-    def __init__(self, policy: str) -> None:
-        """`policy`: `error` or `skip`, as in `data.on_bad_row`."""
-        self._skips = policy == "skip"
-        self.num = 0
-        self.examples: list[str] = []
-        """Error messages for the first bad rows."""
-
-    def handle(self, bad: BadRow) -> None:
-        """Count a bad row, or raise it."""
-        if not self._skips:
-            raise BadRow(f"{bad} (--data.on_bad_row skip leaves such rows out, and counts them.)") from bad
-        self.num += 1
-        if len(self.examples) < _NUM_EXAMPLES:
-            self.examples.append(str(bad))
 
 
 @contextmanager

@@ -263,7 +263,8 @@ def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -
     if padding < _WORTH_A_CHANGE or layout is True or data.batching.by_length:
         return None
     # Every n-th document: packing by best fit takes time for each piece.
-    samples = [each.document_lengths[:: len(each.document_lengths) // _MOST_SAMPLED + 1] for each in data.sources]
+    documents = [each.prepared.document_lengths for each in data.sources]
+    samples = [each[:: len(each) // _MOST_SAMPLED + 1] for each in documents]
     weights = [quota / each.train.num_rows for each, quota in zip(data.sources, data.quotas, strict=True)]
     longest = max(int(each.max()) for each in samples)
     lengths = {-(-longest // _LENGTH_STEP) * _LENGTH_STEP, *(length * 2**power // 8 for power in range(7))}
@@ -304,16 +305,17 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
 
 
 def _source(rows: SourceRows, data: Dataset, targets: Objective) -> SourceView:
-    lengths = rows.document_lengths
+    prepared = rows.prepared
+    lengths = prepared.document_lengths
     return SourceView(
         rows.name,
-        str(rows.source_files.source),
-        rows.format,
+        str(prepared.source.source),
+        prepared.source.format,
         len(lengths),
-        rows.num_tokens,
+        prepared.num_tokens,
         targets.share(rows.target_share),
-        rows.tokens.num_bad,
-        rows.tokens.num_empty,
+        prepared.findings.num_bad,
+        prepared.findings.num_empty,
         rows.train.num_rows,
         rows.padding,
         int((lengths > data.sequence_length).sum()),

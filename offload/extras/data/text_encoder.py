@@ -1,10 +1,9 @@
-"""Records to token ids in batches, with the training mask."""
+"""Records to token ids in batches, with the training mask; and the types that all encoders share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,14 +11,14 @@ import numpy as np
 
 from offload.errors import ConfigError, describe, shorten
 from offload.extras.data.chat import ChatRenderer, Segments
-from offload.extras.data.formats import Chat, Ids, Pair, Preference, Record, Text, picture_bytes, pieces_of, texts_of
+from offload.extras.data.findings import Findings
+from offload.extras.data.formats import pieces_of
 from offload.extras.data.pictures import PictureDocument
-from offload.extras.data.rows import BadRow, BadRows
-from offload.extras.data.workers import BatchEncoder, encode_ahead
+from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text
+from offload.extras.data.rows import BadRow
 
 _BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
 _BATCH_RECORDS = 4096
-
 
 ByteCountScope = Literal["none", "held out", "all"]
 """Documents with a byte count for each token. `all` takes twice the time, because byte counts need offsets."""
@@ -105,98 +104,45 @@ class EncodedBatch:
 
     parts: list[EncodedDocument | BadRow]
     """Documents in order, with a `BadRow` in place of each refused record."""
-    num_empty: int = 0
-    """Skipped documents without a token."""
-    num_split: int = 0
-    """Conversations split into several documents."""
-    num_open: int = 0
-    """Answers before another turn, without a token that ends generation."""
-    dropped: list[str] = field(default_factory=list)
-    """What the chat template drops, by place."""
+    findings: Findings = field(default_factory=Findings)
+    """What the encoding found."""
 
 
-class Encoder:
-    """Encodes records with one tokenizer.
+def in_batches(records: Iterable[tuple[bool, Record]], scope: ByteCountScope) -> Iterator[list[EncodeRequest]]:
+    """Cut (in_eval, record) into batches with similar size.
+
+    `scope`: for `held out`, training documents also get byte counts until the first held-out document, because without
+    one, eval rows are taken from the training rows.
+    """
+    batch: list[EncodeRequest] = []
+    size = 0
+    holds_out = False  # becomes True at the first held-out document
+    for in_eval, record in records:
+        holds_out |= in_eval
+        # Byte counts need offsets, and these take time: training documents skip them once a held-out one is known.
+        may_need_bytes = scope == "held out" and (in_eval or not holds_out)
+        batch.append(EncodeRequest(record, in_eval, may_need_bytes or scope == "all"))
+        size += record.size
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_ids(record: Ids, in_eval: bool, train_on_prompt: bool) -> EncodedDocument:
+    """Return the document or piece of ready-made token ids."""
+    trained = None if train_on_prompt else record.trained
+    return EncodedDocument(record.where, in_eval, np.asarray(record.ids), trained, record.closes)
+
+
+class TextEncoder:
+    """Encodes records in batches, in this process or in a worker.
 
     Plain text gets the tokenizer's special tokens around a sequence (e.g. a BOS), then an EOS. A conversation gets the
     chat template, and an EOS unless the template has just written one. A long document in pieces is framed only at its
     two ends.
     """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        train_on_prompt: bool,
-        bad: BadRows | None = None,
-        byte_count_scope: ByteCountScope = "none",
-        num_workers: int = 0,
-        batch_encoder: BatchEncoder[list[EncodeRequest], EncodedBatch] | None = None,
-        ends: Sequence[str] = (),
-    ) -> None:
-        """`bad` receives refused conversations; without `bad` the first one is an error.
-
-        `byte_count_scope`: documents with byte counts. For `held out`, training documents also get byte counts until
-        the first held-out document, because without one, eval rows are taken from the training rows. `num_workers`:
-        encoding processes; 0: this process with the threads of `tokenizers`. `batch_encoder`: encoder in place of the
-        text encoder. `ends`: as in `ChatRenderer`.
-        """
-        self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt, ends)
-        self._bad = bad or BadRows("error")
-        self._num_workers = num_workers
-        self._byte_count_scope = byte_count_scope
-        self._holds_out = False  # becomes True at the first held-out document
-        # Counts for the notes of a run.
-        self.num_empty = 0
-        """Skipped documents without a token."""
-        self.num_split = 0
-        """Conversations split into several documents."""
-        self.num_open = 0
-        """Answers before another turn, without a token that ends generation."""
-        self.num_dropped = 0
-        """Texts dropped by the chat template."""
-        self.first_dropped = ""
-        """The place of the first one."""
-
-    def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
-        """Yield the encoded documents for each (in_eval, record) in order.
-
-        Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
-        ones.
-        """
-        # `closing` ends the worker processes, also if the caller stops in the middle.
-        with closing(encode_ahead(self._batch_encoder, self._batches(records), self._num_workers)) as batches:
-            for batch in batches:
-                self.num_empty += batch.num_empty
-                self.num_split += batch.num_split
-                self.num_open += batch.num_open
-                self.num_dropped += len(batch.dropped)
-                self.first_dropped = self.first_dropped or next(iter(batch.dropped), "")
-                for part in batch.parts:
-                    if isinstance(part, BadRow):
-                        self._bad.handle(part)
-                    else:
-                        yield part
-
-    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[EncodeRequest]]:
-        """Cut records into batches with similar size."""
-        batch: list[EncodeRequest] = []
-        num_chars = 0
-        for in_eval, record in records:
-            self._holds_out |= in_eval
-            # Byte counts need offsets, and these take time: training documents skip them once a held-out one is known.
-            may_need_bytes = self._byte_count_scope == "held out" and (in_eval or not self._holds_out)
-            batch.append(EncodeRequest(record, in_eval, may_need_bytes or self._byte_count_scope == "all"))
-            num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
-            num_chars += picture_bytes(record)
-            if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
-                yield batch
-                batch, num_chars = [], 0
-        if batch:
-            yield batch
-
-
-class _TextEncoder:
-    """Encodes text records in batches, in this process or in a worker."""
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool, ends: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -210,9 +156,7 @@ class _TextEncoder:
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
         encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
-        # The renderer counts on from batch to batch: a batch reports the difference.
-        num_open = self._renderer.num_open
-        self._renderer.dropped = encoded.dropped
+        self._renderer.findings = findings = encoded.findings
         for request in batch:
             try:
                 prepared.append(self._draft_documents(request))
@@ -226,18 +170,16 @@ class _TextEncoder:
             if isinstance(documents, BadRow):
                 encoded.parts.append(documents)
                 continue
-            encoded.num_split += isinstance(request.record, Chat) and len(documents) > 1
-            encoded.num_empty += documents.count(None)
+            findings.num_split += isinstance(request.record, Chat) and len(documents) > 1
+            findings.num_empty += documents.count(None)
             encoded.parts += [each for each in documents if each is not None]
-        encoded.num_open = self._renderer.num_open - num_open
         return encoded
 
     def _draft_documents(self, request: EncodeRequest) -> list[EncodedDocument | _Draft]:
         """Return finished documents for token ids, drafts for texts. Raises BadRow."""
         record = request.record
         if isinstance(record, Ids):
-            trained = None if self._train_on_prompt else record.trained
-            return [EncodedDocument(record.where, request.in_eval, record.ids, trained, record.closes)]
+            return [encode_ids(record, request.in_eval, self._train_on_prompt)]
         if isinstance(record, Chat) and record.pictures:
             raise BadRow(
                 f"{record.where} has a picture, but the first rows of its source have none, and decide whether the "
@@ -255,6 +197,7 @@ class _TextEncoder:
             ]
         if isinstance(record, Pair):
             return [_Draft(request, [(record.prompt, self._train_on_prompt), (record.completion, True)], True)]
+        assert isinstance(record, Chat)
         return [_Draft(request, segments, is_framed=False) for segments in self._renderer.render_documents(record)]
 
     def _draft_answer(self, request: EncodeRequest, record: Chat | Pair) -> _Draft:

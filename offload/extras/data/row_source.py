@@ -1,0 +1,120 @@
+"""The files of one source, and the records in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+
+from offload.extras.data.findings import Findings
+from offload.extras.data.formats import CHAT_FORMATS, RENDERED_FORMATS, detect_format, read_records
+from offload.extras.data.records import Chat, Ids, Preference, Record
+from offload.extras.data.rows import BadRow
+from offload.extras.data.sources import (
+    STDLIB_CHAT,
+    Source,
+    SourceFile,
+    find_files,
+    hash_files,
+    held_out_files,
+    split_hash,
+)
+
+_NUM_SEARCHED = 1000  # rows searched for a picture
+
+
+class RowSource:
+    """The files of a source, with their formats, and the split of their records into train and eval."""
+
+    def __init__(
+        self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
+    ) -> None:
+        """`vocab_size` decides the width of the ids in a .bin file. Raises ConfigError."""
+        self.source = source
+        self.vocab_size = vocab_size
+        self.eval_share = eval_share
+        self.on_bad_row = on_bad_row
+        self.is_evaluated = is_evaluated
+
+        self.notes: list[str] = []
+        """Messages for the user about the files."""
+        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
+        self.formats = {file.format for file in self.files}
+        self.files_hash = hash_files(self.files)
+        self.num_bytes = sum(file.num_bytes for file in self.files)
+        # Text and token files are held out whole. Rows of other files are chosen by the hash of their name.
+        self._held_out = held_out_files([file for file in self.files if file.is_whole], eval_share)
+
+    def __str__(self) -> str:
+        return f"{self.source.setting} {self.source}"
+
+    @property
+    def format(self) -> str:
+        """Row format and container for all files, e.g. `messages in parquet`."""
+        return " and ".join(dict.fromkeys(_describe_format(file.format, file.container) for file in self.files))
+
+    @property
+    def has_chats(self) -> bool:
+        """True if some file holds prompts and answers instead of plain text."""
+        return bool(self.formats & CHAT_FORMATS)
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if each record is two documents: chosen and rejected answer."""
+        return "preference" in self.formats
+
+    @property
+    def uses_template(self) -> bool:
+        """True if a chat template renders the rows. For prompt-completion and preference, the first record decides."""
+        if not self.formats & {"prompt-completion", "preference"}:
+            return bool(self.formats & RENDERED_FORMATS)
+        # Texts need no template.
+        first = next(self._first_records(), None)
+        return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        """True if one of the first conversations has a picture."""
+        if not self.formats & {"messages", "sharegpt"}:
+            return False
+        first = islice(self._first_records(), _NUM_SEARCHED)
+        return any(isinstance(record, Chat) and record.pictures for record in first)
+
+    @property
+    def may_mask(self) -> bool:
+        """True if some tokens may be untrained."""
+        return self.has_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
+
+    def holds_out(self, file: SourceFile) -> bool | str:
+        """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
+        return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
+
+    def records(self, findings: Findings) -> Iterator[tuple[bool, str, Record]]:
+        """Yield (in_eval, machine-independent name, record).
+
+        `findings` receives bad rows, columns without effect, untrained roles, and whether a file is a stream.
+        """
+        for file in self.files:
+            for index, record in enumerate(read_records(file, self.vocab_size, findings.unread)):
+                if isinstance(record, BadRow):
+                    findings.handle(record)
+                    continue
+                findings.streams |= isinstance(record, Ids) and record.stream
+                findings.roles += sorted(record.untrained_roles.difference(findings.roles))
+                # No path and no content in the name: the split is the same on any machine, and after an edit of a text.
+                name = f"{file.name}#{index}"
+                held_out = file.name in self._held_out if file.is_whole else split_hash(name) < self.eval_share
+                yield held_out, name, record
+
+    def _first_records(self) -> Iterator[Record]:
+        # Skipping bad rows is for this look alone: the policy of the run applies later.
+        return (record for _, _, record in self.records(Findings("skip")))
+
+
+def _describe_format(data_format: str, container: str) -> str:
+    """Return row format and container in words."""
+    data_format = "messages" if data_format == STDLIB_CHAT else data_format
+    if container in ("text", "ids", "json"):
+        return data_format
+    return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
