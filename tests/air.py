@@ -33,6 +33,7 @@ HELD = [
     "offload/extras/adapters/*.py",
     "offload/extras/data/*.py",
     "offload/extras/generate/*.py",
+    "offload/extras/large/*.py",
     "offload/extras/prefs/*.py",
     "offload/extras/quant/*.py",
     "offload/extras/rules/*.py",

@@ -37,11 +37,11 @@ class Factors(NamedTuple):
         lhs, rhs = (
             each[expert : expert + 1].detach().requires_grad_(each.requires_grad) for each in (self.lhs, self.rhs)
         )
-        return self._replace(lhs=lhs, rhs=rhs)
+        return self._replace(lhs=lhs, rhs=rhs)  # leaves, so that each expert has a backward alone
 
     def add_to(self, weight: Tensor) -> Tensor:
         """Return the changed weight of one expert, [1, rows, columns]."""
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.autocast(weight.device.type, enabled=False):  # as around PEFT's own change
             return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scale)
 
 
@@ -61,7 +61,7 @@ def wrappers_over(name: str, get_module: Callable[[str], nn.Module]) -> list[Any
 
 def unsupported_reason(wrappers: Sequence[Any], stacks: Sequence[str]) -> str:
     """Return the reason why experts cannot be cut under `wrappers`. Empty: they can. `stacks`: parameter names."""
-    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # no import: a model under PEFT has imported it
     for wrapper in wrappers:
         if lora is None or not isinstance(wrapper, lora.ParamWrapper):
             return f"{type(wrapper).__name__} changes its parameters as a whole"
@@ -77,7 +77,8 @@ class ExpertAdapters:
 
     def __init__(self, wrappers: Sequence[Any], parameters: Mapping[str, int]) -> None:
         """`parameters`: model index of each stack by parameter name."""
-        self._wrappers, self._parameters = wrappers, parameters
+        self._wrappers = wrappers
+        self._parameters = parameters
         self.active: list[Factors] = []
 
     @classmethod
@@ -98,7 +99,7 @@ class ExpertAdapters:
     @contextmanager
     def _activate(self, wrapper: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in wrapper.lora_A]
-        before = self.active
+        before = self.active  # of the wrapper around this one, for another stack
         index = self._parameters[wrapper.parameter_name]
         self.active = [*before, *(Factors(index, *wrapper.get_delta_factors(name)) for name in names)]
         try:

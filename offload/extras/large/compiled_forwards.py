@@ -62,9 +62,10 @@ class CompiledForwards(Stage):
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
-        self._functions: dict[type, dict[Hashable, Forward]] = {}
-        self._choices: dict[tuple[int, Hashable], Forward | None] = {}
-        self._verdicts: dict[Hashable, Verdict] = {}
+        self._functions: dict[type, dict[Hashable, Forward]] = {}  # by class and variant
+        self._choices: dict[tuple[int, Hashable], Forward | None] = {}  # by unit and variant
+        self._verdicts: dict[Hashable, Verdict] = {}  # of the first unit of each build
+        # After a refusal, units already chosen stay compiled: they passed. After a failure none does.
         self._refused: set[type] = set()
         self._failed: set[type] = set()
 
@@ -89,21 +90,23 @@ class CompiledForwards(Stage):
         owner = type(unit.module)
         if owner in self._refused:
             return None
-        functions, refusal, function = self._functions.setdefault(owner, {}), _refusal(unit), None
+        functions, refusal = self._functions.setdefault(owner, {}), _refusal(unit)
         if not refusal and variant not in functions and len(functions) == _MOST_VARIANTS:
             refusal = f"it has more than {_MOST_VARIANTS} kinds of inputs (give all batches one length)"
-        if not refusal:
-            if variant not in functions:
-                functions[variant] = _compile_class(owner)
-            function = partial(self._run_counted, functions[variant], unit.module)
-            key = owner, variant, build_key(unit), use.needs and tuple(use.needs)
-            if key not in self._verdicts:
-                self._verdicts[key] = self._try(unit, use, function)
-            refusal, needs_graph = self._verdicts[key]
-            if needs_graph:  # otherwise a recomputation would have other bits than the forward
-                unit.traits.needs_graph = True
-        if refusal or function is None:
+        if refusal:
             self._refuse(unit, refusal)
+            return None
+        if variant not in functions:
+            functions[variant] = _compile_class(owner)
+        function = partial(self._run_counted, functions[variant], unit.module)
+        key = owner, variant, build_key(unit), use.needs and tuple(use.needs)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._try(unit, use, function)
+        verdict = self._verdicts[key]
+        if verdict.needs_graph:  # otherwise a recomputation would have other bits than the forward
+            unit.traits.needs_graph = True
+        if verdict.refusal:
+            self._refuse(unit, verdict.refusal)
             return None
         return partial(self._run_compiled, unit, function)
 
@@ -153,7 +156,7 @@ class CompiledForwards(Stage):
         results, gradients = run(unit.forward, has_graph)
         compiled_results, _ = run(function, False)
         before = self.num_graphs
-        repeated_results, _ = run(function, False)
+        repeated_results, _ = run(function, False)  # a recomputation must give the same bits
         if self.num_graphs > before:
             return Verdict("it would be recompiled in each use, because values that its code reads change")
         allowed, needs_graph = tolerance(OTHER_KERNELS, results), False
@@ -197,7 +200,7 @@ def build_key(unit: Unit) -> Hashable:
     """
 
     def selects_code(owner: nn.Module, key: str, value: Any) -> bool:
-        is_route = owner is unit.module and key == "forward"
+        is_route = owner is unit.module and key == "forward"  # set by the engine, different in each unit
         return not is_route and (value is None or callable(value) or isinstance(value, bool | str))
 
     modules = [
@@ -215,7 +218,9 @@ def _compile_class(owner: Any) -> Forward:
     Compilation starts with the first call.
     """
     limits = _own_limits()
-    function = owner.forward if limits or not isinstance(owner.forward, FunctionType) else _copy(owner.forward)
+    function = owner.forward
+    if not limits and isinstance(function, FunctionType):
+        function = _copy(function)
     return torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph, **limits)
 
 
@@ -226,7 +231,8 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
     options = dict[str, Any]()
     if BACKEND == "inductor":
         options["config_patches"] = {"fallback_random": True}  # Draws the same random numbers in the same order.
-    with config.patch(activation_memory_budget=1.0 if _is_random(graph, inputs) else _GRAPH_SHARE):
+    share = 1.0 if _is_random(graph, inputs) else _GRAPH_SHARE
+    with config.patch(activation_memory_budget=share):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 
@@ -267,7 +273,8 @@ def _copy(function: FunctionType) -> FunctionType:
         function.__defaults__,
         function.__closure__,
     )
-    copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__ = dict(function.__dict__)
     return copy
 
 

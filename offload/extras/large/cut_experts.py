@@ -92,6 +92,7 @@ def _check(
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         rule_part = rule.parts[info.rule]
+        # Elements with one scale stay in one region. A frozen stack is quantized before it is cut.
         block = math.lcm(info.link.block, *(plane.block for plane in rule_part.moments)) if info.trainable else 1
         if uses[info.index] > 1:
             raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
@@ -109,6 +110,7 @@ def _records(
     """Return the pieces per record: consecutive experts with one piece per stack."""
     shared = [infos[place.parameter] for place in stacks]
     expert_bytes = sum(info.numel // num_experts * DTYPES[info.compute].itemsize for info in shared)
+    # As many experts as fill a record, unless the layer then had too few records.
     step = min(-(-RECORD_BYTES // max(1, expert_bytes)), max(1, num_experts // _LEAST_RECORDS))
     return tuple(
         tuple(

@@ -54,7 +54,7 @@ class RowCutting(Splitting):
                     owners.setdefault(index_of[id(parameter)], []).append((key, module))
         blocks: dict[nn.Module, RowBlocks] = {}
         whole: dict[str, str] = {}
-        for index, places in sorted(owners.items(), key=lambda item: -infos[item[0]].numel):
+        for index, places in sorted(owners.items(), key=lambda item: -infos[item[0]].numel):  # as shown
             info = infos[index]
             num_bytes = info.numel * DTYPES[info.compute].itemsize
             if num_bytes <= share_bytes:
@@ -70,8 +70,11 @@ class RowCutting(Splitting):
             if reason:
                 whole[info.name] = reason
                 continue
-            parameters = {"weight": index} | dict(zip(("bias",), [index_of[id(bias)] for bias in biases], strict=False))
+            parameters = {"weight": index}
+            if biases:
+                parameters["bias"] = index_of[id(biases[0])]
             row_blocks = _cut_into_blocks(info, parameters, share_bytes)
+            # Layers with one weight share the blocks, so the weight is stored and updated once.
             blocks |= dict.fromkeys([module for _, module in places], row_blocks)
         return cls(share_bytes, blocks, whole)
 
@@ -116,10 +119,11 @@ class RowCutting(Splitting):
 
     @property
     def whole_description(self) -> str:
+        if not self.whole:
+            return ""
         shown = [f"{name} is not, because {reason}" for name, reason in self.whole.items()]
         more = f"; {len(shown) - _MOST_SHOWN} others are not" if len(shown) > _MOST_SHOWN else ""
-        text = f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."
-        return text if shown else ""
+        return f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."
 
 
 def _reason_against_cutting(
@@ -139,12 +143,16 @@ def _reason_against_cutting(
         return f"{type(part).__name__} samples its random direction as a whole"
     if info.trainable and part.by_matrix:
         return f"{type(part).__name__} updates it as a whole"
-    return "" if info.codec is EXACT else f"it is stored as {info.codec.name}"
+    if info.codec is not EXACT:
+        return f"it is stored as {info.codec.name}"
+    return ""
 
 
 def _least_rows(info: ParameterInfo, has_bias: bool) -> int:
     """Return the row multiple for blocks: no quantization block (elements with one scale) crosses a border."""
-    return PARAMETER_ALIGNMENT // (1 if has_bias else math.gcd(PARAMETER_ALIGNMENT, info.numel // info.shape[0]))
+    if has_bias:  # cut at the same borders, with one element a row
+        return PARAMETER_ALIGNMENT
+    return PARAMETER_ALIGNMENT // math.gcd(PARAMETER_ALIGNMENT, info.numel // info.shape[0])
 
 
 def _cut_into_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: int) -> RowBlocks:
@@ -154,7 +162,7 @@ def _cut_into_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_b
     most, least = share_bytes // (width * itemsize), _least_rows(info, has_bias)
     step = _ROWS if most >= _ROWS else least
     most = max(step, most // step * step)
-    size = align(-(-rows // -(-rows // most)), step)
+    size = align(-(-rows // -(-rows // most)), step)  # the fewest blocks, as equal as the step allows
     borders = [*range(0, rows, size), rows]
 
     def meta_parameter(*shape: int) -> nn.Parameter:

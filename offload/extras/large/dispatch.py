@@ -70,15 +70,19 @@ class FromOwner(ReduceScatter):
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
         """Send each rank its range of `flat`, fp32 [numel]; on other ranks than the owner `flat` has no memory."""
-        owner, store = self.owners.get(region.index), self._store
+        owner = self.owners.get(region.index)
         if owner is None:
             return super().reduce(region, flat, source, measure)
-        part, comm = store.sharding.shard(region), store.within
-        shard, fence, users = flat[part], source, list[Ticket]()
-        if comm.rank != owner:
+        store, comm = self._store, self._store.within
+        part = store.sharding.shard(region)
+        users: Sequence[Ticket] = ()
+        if comm.rank == owner:
+            shard, fence = flat[part], source
+        else:  # received, so into memory of its own: `flat` has none here
             stretch = self._shards.take_planned(4 * (part.stop - part.start))
-            shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, list(stretch.users)
-            stretch.close()
+            shard, fence = stretch.flat.view(torch.float32), stretch.fence
+            users = stretch.users
+            stretch.close()  # no other stretch is taken before this one has a writer
 
         def work() -> None:
             label = f"gradients of {region.name} from rank {owner}"
@@ -93,7 +97,10 @@ class FromOwner(ReduceScatter):
         ticket = store.collective_lane.submit(
             work, reads=self._lanes.mark(), users=users, name=f"gradients {region.name}", num_bytes=shard.nbytes
         )
-        (source.record_reader if fence is source else fence.record_writer)(ticket)
+        if comm.rank == owner:
+            source.record_reader(ticket)
+        else:
+            fence.record_writer(ticket)
         return Gradients(region, shard, fence, (ticket,))
 
 
@@ -117,6 +124,7 @@ def _pack(message: _Message) -> torch.Tensor:
         head = pickle.dumps((message.value, metas))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise _refuse(f"an argument or a result of a block cannot be sent to another rank ({error})") from error
+    # The places in the head count from the first tensor: its own length is known only now.
     begin = -(-(8 + len(head)) // _ALIGNMENT) * _ALIGNMENT
     flat = torch.empty(begin + end, dtype=torch.uint8, device="cpu")
     flat[:8].view(torch.int64)[0] = len(head)
@@ -162,9 +170,12 @@ class _Server:
     def begin(self) -> None:
         """Begin the forwards of a step."""
         main, runner = self._host.runner, self.runner
-        self._calls.clear()
+        self._calls.clear()  # of an interrupted step
         runner.claims.reset()
-        runner.stages, runner.outputs, runner.writes = main.stages, main.outputs, main.writes
+        # Shared with the main runner: stages keep outputs there, and the recording has found the writes there.
+        runner.stages = main.stages
+        runner.outputs = main.outputs
+        runner.writes = main.writes
 
     def forward(self, unit: Unit, rank: int, message: _Message) -> _Message:
         """Run the forward for the rows of `rank`: arguments to results."""
@@ -172,16 +183,16 @@ class _Server:
         arguments = copy.copy(arguments)
         arguments.tensors = list(message.tensors)
         for tensor, need in zip(arguments.tensors, needs, strict=True):
-            if need and not tensor.requires_grad:
+            if need and not tensor.requires_grad:  # a message carries no graph
                 tensor.requires_grad_()
-        unit.recall(arguments.structure)
+        unit.recall(arguments.structure)  # ranks may call a block in different ways
         call = self._calls[unit.name, rank] = UnitCall(unit, self.runner, rows, arguments)
         before = _attributes_of(unit)
         outputs = call.forward(arguments.tensors)
         result, call.result = call.result, None
-        arguments.tensors = []
+        arguments.tensors = []  # the call holds the tree until the backward, and has saved what it needs
         assert result is not None
-        result.tensors = []
+        result.tensors = []  # they go in the message, not in its pickled head
         changed = [key[1] for key, value in _attributes_of(unit).items() if before.get(key) is not value]
         if changed:
             raise _refuse(f"block {unit.name} changes attributes of modules ({', '.join(changed)})")
@@ -198,10 +209,14 @@ class _Pass:
     """One way through all blocks: the ticks in which this rank sends its own calls, and computes those of others."""
 
     def __init__(self, dispatch: Dispatch, units: Sequence[Unit], is_forward: bool) -> None:
-        self._dispatch, self._is_forward, self._comm = dispatch, is_forward, dispatch.comm
+        self._dispatch = dispatch
+        self._is_forward = is_forward
+        self._direction = "forward" if is_forward else "backward"
+        self._comm = dispatch.comm
         self._units = list(units) if is_forward else list(reversed(units))
         self._owners = [dispatch.owner(unit) for unit in self._units]
-        self._tick = self._next = 0
+        self._tick = 0
+        self._next = 0  # number of this rank's next call
         self._lag = self._comm.size - 1  # ticks from the first rank's call of a block to that of the last rank
 
     @property
@@ -218,25 +233,28 @@ class _Pass:
         """Have the next block run for the rows of this rank, and compute for others up to the same tick."""
         if self.next_unit is not unit:
             raise _refuse(f"block {unit.name} was called in place of {self.next_unit.name}")
-        while self._tick < self._comm.rank + self._next:
+        while self._tick < self._comm.rank + self._next:  # the ticks before this rank's first call
             self._run_tick(None)
         reply = self._run_tick(message)
         assert reply is not None
         self._next += 1
+        # No later call of this rank would run the ticks for the calls of the ranks after it.
         while self._next == len(self._units) and not self.is_over:
             self._run_tick(None)
         return reply
 
     def _run_tick(self, message: _Message | None) -> _Message | None:
         """Send `message` to the owner of the block of this tick, serve another rank, and return the reply."""
-        tick, comm, units = self._tick, self._comm, self._units
+        tick, comm = self._tick, self._comm
+        units = self._units
         to = None if message is None else self._owners[tick - comm.rank]
         last = tick - self._lag  # the call of the last rank; rank r is at call `tick - r`
         calls = range(max(0, last), min(tick + 1, len(units)))
+        # At most one: the calls of a tick are consecutive blocks, with as many different owners.
         asking = next((call for call in calls if self._owners[call] == comm.rank), None)
         source = None if asking is None else tick - asking
-        label = f"{'forward' if self._is_forward else 'backward'} of blocks, tick {tick}"
-        if tick < len(units) and self._owners[tick] != comm.rank:
+        label = f"{self._direction} of blocks, tick {tick}"
+        if tick < len(units) and self._owners[tick] != comm.rank:  # once a block: at the first rank's call
             pass_over(self._dispatch.executor, units[tick].regions, backward=not self._is_forward)
         question = self._exchange(message, to, source, f"{label}: inputs")
         answer = None
@@ -250,12 +268,13 @@ class _Pass:
 
     def _serve(self, unit: Unit, rank: int, message: _Message) -> _Message:
         server = self._dispatch.server
-        return (server.forward if self._is_forward else server.backward)(unit, rank, message)
+        run = server.forward if self._is_forward else server.backward
+        return run(unit, rank, message)
 
     def _exchange(self, message: _Message | None, to: int | None, source: int | None, label: str) -> _Message | None:
         """Send a message to rank `to`, and return the one from rank `source`."""
         if to == source == self._comm.rank:
-            self._dispatch.pairs.swap({}, (), label)
+            self._dispatch.pairs.swap({}, (), label)  # other ranks expect this exchange in the order of all
             return message
         sent = {to: _pack(message)} if to is not None and message is not None else {}
         received = self._dispatch.pairs.swap(sent, () if source is None else [source], label)
@@ -274,18 +293,23 @@ class Dispatch:
         exchange = host.gradients.exchange
         assert isinstance(exchange, FromOwner)
         self._host = host
-        self._stream = host.router.target  # for units that stay on each rank
-        self._exchange = exchange
-        self.comm = host.comm.neighbours(host.comm.size)  # its own order of exchanges, beside that of the lanes
-        self.pairs = Pairs(self.comm)
-        exchange.pairs = Pairs(host.store.within)
-        self.server = _Server(host, settings)
-        self.sent_bytes = 0
         self.device = host.device.torch_device
         self.executor = host.executor
+        self.server = _Server(host, settings)
+        self._stream = host.router.target  # for units that stay on each rank
+
+        # Messages between blocks, and those with gradients: the second on a lane, beside the first.
+        self.comm = host.comm.neighbours(host.comm.size)  # its own order of exchanges, beside that of the lanes
+        self.pairs = Pairs(self.comm)
+        self._exchange = exchange
+        exchange.pairs = Pairs(host.store.within)
+        self.sent_bytes = 0
+
+        # Of the step. None, or over: no block has been called in this direction.
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
         self._units: list[Unit] = []
+        """The dispatched blocks in the order of calls; units kept on the device are not among them."""
 
     def owner(self, unit: Unit) -> int:
         """Return the rank that computes a block."""
@@ -297,17 +321,19 @@ class Dispatch:
         is_step = runner.is_engine_call and torch.is_grad_enabled() and not self._host.gradients.discards_gradients
         if not is_step or not unit.is_block or unit.resident:
             return self._stream(unit, args, kwargs)
-        _, collected = find_collectors(contextvars.copy_context())  # torch.compile has other values there
+        _, collected = find_collectors(contextvars.copy_context())
+        # transformers collects in lists by name; torch.compile has other values there.
         if any(
             type(each) is dict and each and all(type(items) is list for items in each.values()) for each in collected
         ):
             raise _refuse("outputs of layers are collected (such as with output_router_logits)")
         with interrupts:
-            is_first = not any(map(runner.has_called, self._units))  # in this step
+            # In this step. A pass may stand unfinished after a failed step, so its state alone does not tell.
+            is_first = not any(map(runner.has_called, self._units))
             if self._forward is None or self._forward.is_over or is_first:
                 if not is_first and not (self._backward and self._backward.is_over):
                     raise _refuse(f"block {unit.name} was called a second time before the backward")
-                self._begin(is_forward=True)
+                self._begin_forward()
             runner.collect()
             arguments, containers = receive_call(args, kwargs)
             return deliver_result(*self._run(unit, arguments), containers)
@@ -322,17 +348,19 @@ class Dispatch:
             raise _refuse(f"block {unit.name} takes no part in the backward")
         return join_graph(_RemoteCall(self, unit, rows, arguments), unit, self._host.runner, arguments)
 
-    def _begin(self, is_forward: bool) -> _Pass:
-        if is_forward:
-            self._units = [unit for unit in self._host.units if unit.is_block and not unit.resident]
-            shared = [r for unit in self._units for r in unit.regions if len(r.units) > 1]
-            if shared:
-                raise _refuse(f"{' and '.join(shared[0].units)} share weights")
-            self._exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
-            self.server.begin()
-            self._forward, self._backward = _Pass(self, self._units, True), None
-            return self._forward
-        self._backward = _Pass(self, self._units, False)
+    def _begin_forward(self) -> None:
+        # Anew in each step: units may have become resident.
+        self._units = [unit for unit in self._host.units if unit.is_block and not unit.resident]
+        shared = [r for unit in self._units for r in unit.regions if len(r.units) > 1]
+        if shared:
+            raise _refuse(f"{' and '.join(shared[0].units)} share weights")
+        self._exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
+        self.server.begin()
+        self._forward = _Pass(self, self._units, is_forward=True)
+        self._backward = None
+
+    def _begin_backward(self) -> _Pass:
+        self._backward = _Pass(self, self._units, is_forward=False)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -347,13 +375,14 @@ class Dispatch:
         return self._forward.call(unit, message)
 
     def backward(self, unit: Unit, message: _Message) -> _Message:
-        return (self._backward or self._begin(is_forward=False)).call(unit, message)
+        backward = self._backward or self._begin_backward()
+        return backward.call(unit, message)
 
     def end_gradients(self, unit: Unit) -> None:
         """Send the gradients of a block from the owner to the ranks that update it."""
         gradients = self._host.gradients
         if self.owner(unit) == self.comm.rank:
-            with gradients.repeated(unit.regions):
+            with gradients.repeated(unit.regions):  # its end sends the sums of all ranks' rows
                 return
         receive_gradients(gradients, unit.regions)
 
@@ -388,14 +417,18 @@ class _RemoteCall:
 
     def __init__(self, dispatch: Dispatch, unit: Unit, rows: Rows, arguments: Arguments) -> None:
         self._dispatch = dispatch
-        self._unit, self._rows = unit, rows
-        self._arguments, self.traits = arguments, unit.traits
+        self._unit = unit
+        self._rows = rows
+        self._arguments = arguments
+        # Of a `GraphCall`.
+        self.traits = unit.traits
         self.signature = unit.gradient_signature(arguments.tensors)
         self.result: Arguments | None = None
-        self.dirty: list[torch.Tensor] = []
+        self.dirty: list[torch.Tensor] = []  # `Dispatch` has refused blocks with in-place changes
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Have the owner run the forward; return the result tensors."""
+        # This call waits in the graph for the backward, without the arguments: the owner saves them.
         arguments, self._arguments = copy.copy(self._arguments), None  # type: ignore[assignment]
         arguments.tensors = []
         value = arguments, self.signature[0], self._rows

@@ -34,8 +34,9 @@ class DocumentAttention(Attention):
             for module in model.modules()
             if hasattr(type(module), "_supports_attention_backend")
         ]
-        self._own = [(config, config._attn_implementation) for config in attention_configs(model)] if all(flags) else []
-        if all(own != "sdpa" for _, own in self._own):
+        self._own = [(config, config._attn_implementation) for config in attention_configs(model)]
+        # Without the flag, a family's attention does not ask the interface.
+        if not all(flags) or all(own != "sdpa" for _, own in self._own):
             self._own = []
 
     @classmethod
@@ -139,8 +140,9 @@ def _attend(
 
     Query, key and value are [rows, heads, tokens, width], the result is [rows, tokens, heads, width].
     """
-    has_starts = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
-    has_bias, is_traced = options.get("position_bias") is not None, torch.compiler.is_compiling()
+    has_starts = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32  # masks are bool or floating point
+    has_bias = options.get("position_bias") is not None
+    is_traced = torch.compiler.is_compiling()
     is_plain = not dropout and not has_bias and options.get("softcap") is None
     if has_starts and is_plain and (is_traced or has_kernel(query, value)):
         return OPERATION(query, key, value, mask, scaling)[0], None
@@ -154,5 +156,6 @@ def _attend(
         return by_loop(query, key, value, Documents.of(mask), **options), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    mask = _as_mask(mask, query.device) if has_starts else mask
+    if has_starts:  # a bias has the shape of whole rows
+        mask = _as_mask(mask, query.device)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)

@@ -71,6 +71,7 @@ class Documents:
         return self._copies[device]
 
 
+# By bytes, because all layers read the same documents, and a tensor is no key.
 @lru_cache(_MOST_BATCHES)
 def _read(starts: bytes, tokens: int) -> Documents:
     values = torch.frombuffer(bytearray(starts), dtype=torch.int32)
@@ -95,7 +96,8 @@ def by_loop(
     module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     for begin, length in zip(documents.borders, documents.lengths, strict=False):
         row, first = divmod(begin, documents.tokens)
-        parts, band = [tensor[row : row + 1, :, first : first + length] for tensor in (query, key, value)], None
+        parts = [tensor[row : row + 1, :, first : first + length] for tensor in (query, key, value)]
+        band = None
         if length > documents.window:
             band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - documents.window)
         results.append(attend(module, *parts, band, **{**options, "is_causal": True})[0])  # [1, length, heads, width]
@@ -133,10 +135,12 @@ def _backward(
     """Return the gradients of query, key and value. The loop computes the forward again."""
     documents = Documents.of(starts)
     if not has_kernel(query, value):
-        leaves = query, key, value = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        query, key, value = leaves
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
             again = by_loop(query, key, value, documents, scaling=scaling)
         gradients = torch.autograd.grad(again, leaves, gradient)
+        # With the strides of `_backward_shapes`, on which a compiled graph relies.
         return tuple([each.transpose(1, 2).contiguous().transpose(1, 2) for each in gradients])
     borders, longest, is_causal, options = _kernel_arguments(query, documents, scaling)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0, dtype=torch.float32)
@@ -150,7 +154,7 @@ def _backward(
 def _kernel_arguments(query: torch.Tensor, documents: Documents, scaling: float | None) -> tuple[Any, ...]:
     """Return the borders and the longest documents of queries and of keys, the causal flag, and options."""
     borders, longest = documents.borders_on(query.device), max(documents.lengths)
-    window = documents.window - 1 if documents.window < longest else -1
+    window = documents.window - 1 if documents.window < longest else -1  # without the query itself; -1: no limit
     options = {"scale": scaling, "window_size_left": window, "window_size_right": 0}
     return (borders, borders), (longest, longest), window < 0, options
 

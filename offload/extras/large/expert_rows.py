@@ -24,10 +24,10 @@ class ExpertRows:
         """
         by_expert, self._places = index.t().reshape(-1).sort(stable=True)
         self._shape = index.shape
-        self.tokens = self._places % max(len(index), 1)
+        self.tokens = self._places % max(len(index), 1)  # transposed: a place is choice * tokens + token
         """Token of each row, int64 [rows]."""
         numbers = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
-        borders = torch.searchsorted(by_expert, numbers).tolist()
+        borders = torch.searchsorted(by_expert, numbers).tolist()  # the one wait
         self.spans = {expert: slice(*span) for expert, span in enumerate(pairwise(borders)) if span[0] < span[1]}
         """Rows of each expert with rows."""
 
@@ -58,15 +58,19 @@ class ExpertForward:
         """
         if self._is_described is None:
             self._is_described = self._equals_own(rows, weights)
-        return (self._run_described if self._is_described else self._run_own)(rows, weights)
+        run = self._run_described if self._is_described else self._run_own
+        return run(rows, weights)
 
     def _run_own(self, rows: Tensor, weights: Tensor) -> Tensor:
         return self._own(self._module, rows, rows.new_zeros((len(rows), 1), dtype=torch.int64), weights[:, None])
 
     def _run_described(self, rows: Tensor, weights: Tensor) -> Tensor:
         module = self._module
-        result = self._product(rows, "gate_up_proj" if module.has_gate else "up_proj")
-        result = self._product((module._apply_gate if module.has_gate else module.act_fn)(result), "down_proj")
+        if module.has_gate:
+            hidden = module._apply_gate(self._product(rows, "gate_up_proj"))
+        else:
+            hidden = module.act_fn(self._product(rows, "up_proj"))
+        result = self._product(hidden, "down_proj")
         if module.has_post_expert_norm:
             result = module.post_expert_norm(result)
         return (result * weights[:, None]).to(rows.dtype)
@@ -74,10 +78,13 @@ class ExpertForward:
     def _product(self, rows: Tensor, name: str) -> Tensor:
         weight = getattr(self._module, name).squeeze(0)
         result = rows @ weight if self._module.is_transposed else linear(rows, weight)
-        return result + getattr(self._module, f"{name}_bias").squeeze(0) if self._module.has_bias else result
+        if self._module.has_bias:
+            result = result + getattr(self._module, f"{name}_bias").squeeze(0)
+        return result
 
     def _equals_own(self, rows: Tensor, weights: Tensor) -> bool:
         """Compare both on eight rows: results, and gradients for rows and weights."""
+        # Fixed numbers: random ones would move the generators of the run.
         number = torch.arange(8 * rows.shape[1], device=rows.device)
         rows, weights = (number * 0.7).sin().view(8, -1).to(rows.dtype), (number[:8] * 0.3).cos().to(weights.dtype)
         # A family, or another version of transformers, may describe itself wrongly, or not at all.

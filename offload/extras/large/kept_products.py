@@ -38,6 +38,7 @@ _NAMES = (
     *("_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"),
 )
 _TENSOR = object()
+# Versions of torch lack some of the names.
 _OPERATIONS = frozenset(
     [OPERATION, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
 )
@@ -81,7 +82,9 @@ class _Replay:
     """Returns recorded outputs in call order."""
 
     def __init__(self, unit: str, calls: Sequence[_Call], outputs: KeptOutputs) -> None:
-        self._unit, self._calls, self._outputs = unit, iter(calls), outputs
+        self._unit = unit
+        self._calls = iter(calls)
+        self._outputs = outputs
 
     def product(self, operation: Any, compute: Callable[[], Any]) -> Any:
         """Return the recorded outputs of this product; compute it if no outputs were kept.
@@ -118,7 +121,7 @@ class _ProductMode(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_product, written, draws = _kind(func)
-        for place in written:
+        for place in written:  # before the operation: afterwards the kept values would be lost
             for tensor in tree_iter(_argument(place, args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
                     self._tape.before_write(tensor)
@@ -155,15 +158,18 @@ class ProductsForward:
     """The forward of one block use. Calls keep the outputs of products in `outputs`."""
 
     def __init__(self, forward: Forward, unit: str, outputs: KeptOutputs) -> None:
-        self._forward, self._unit, self._outputs = forward, unit, outputs
-        self._calls: Sequence[_Call] = ()
+        self._forward = forward
+        self._unit = unit
+        self._outputs = outputs
+        self._calls: Sequence[_Call] = ()  # of the last forward
         self.tape: _Recorder | _Replay = _Recorder()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.tape = recorder = _Recorder()
         with _ProductMode(recorder):
             result = self._forward(*args, **kwargs)
-        self._calls, self.tape = recorder.calls, _Recorder()  # no reference to the outputs
+        self._calls = recorder.calls
+        self.tape = _Recorder()  # no reference to the outputs: `KeptOutputs` decides how long they stay
         for output in recorder.outputs:
             self._outputs.record(output, copies=False)
         return result
@@ -196,7 +202,9 @@ class KeptProducts(Stage):
 
     @classmethod
     def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
-        return cls(inner, host.runner.outputs) if settings.recompute == PRODUCTS else inner
+        if settings.recompute != PRODUCTS:
+            return inner
+        return cls(inner, host.runner.outputs)
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         forward = self.inner.forward_of(unit, use)

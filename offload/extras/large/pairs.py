@@ -41,6 +41,7 @@ class Pairs:
             return dist.broadcast(tensor, group=group, async_op=True, group_src=int(source > to))
 
         with self._comm.exchange(operation) as wait:
+            # All sends begin before the first wait, so ranks in a circle do not wait for each other.
             sizes = {rank: torch.tensor([data.numel()], device="cpu") for rank, data in sent.items()}
             works = [start(data[rank], own, rank) for rank in sent for data in (sizes, sent)]
             coming = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in sources}

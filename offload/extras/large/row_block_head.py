@@ -40,11 +40,13 @@ class RowBlockHead(ChunkedHead):
 
     def __init__(self, head: ChunkedHead, blocks: RowBlocks) -> None:
         super().__init__(head._model, head._base, blocks.num_rows)
-        self._blocks, self.num_logits = blocks, blocks.most_rows
+        self._blocks = blocks
+        self.num_logits = blocks.most_rows  # of a token at one time: chunks are sized by it
 
     def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return -values.sum() / tokens, torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
+            slopes = torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
+            return -values.sum() / tokens, slopes
 
         return self.loss_from_log_probs(state, inputs, mean)
 
@@ -54,9 +56,9 @@ class RowBlockHead(ChunkedHead):
         if slopes is None:
             return loss
         total = None if gradient is None else torch.zeros_like(gradient, dtype=torch.float32).flatten(0, 1)
-        for number in reversed(range(len(self._blocks.blocks))):
+        for number in reversed(range(len(self._blocks.blocks))):  # the last one is still on the device
             regions = next(unit.regions for unit in state.units if unit.module is self._blocks.blocks[number])
-            with state.gradients.repeated(regions):
+            with state.gradients.repeated(regions):  # the sum over chunks leaves the device once
                 for each in targets:
                     self._backward_over(number, state, inputs, each, slopes, total)
         if gradient is not None and total is not None:
@@ -77,10 +79,10 @@ class RowBlockHead(ChunkedHead):
         for chunk in inputs.chunks:
             log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
             chunk_labels = labels[chunk.places]
-            chunk_labels[chunk.num_targets :] = 0
+            chunk_labels[chunk.num_targets :] = 0  # filler: any valid label, the results are left out
             statistics.append(_Targets(chunk, chunk_labels, log_sums, torch.zeros_like(log_sums)))
         with torch.no_grad():
-            for number in range(len(self._blocks.blocks)):
+            for number in range(len(self._blocks.blocks)):  # outside: a block is fetched once for all chunks
                 for each in statistics:
                     logits = self._logits(inputs, each.chunk, number)[0].float()
                     torch.logaddexp(each.log_sums, logits.logsumexp(1), out=each.log_sums)
@@ -116,6 +118,7 @@ class RowBlockHead(ChunkedHead):
         logits, leaf = self._logits(inputs, targets.chunk, number)
         if not logits.requires_grad:
             return
+        # Of a log-probability by the logits: one-hot minus softmax, here the columns of one block.
         gradient = (logits.detach().float() - targets.log_sums[:, None]).exp_().neg_()
         is_inside, column = self._blocks.inside(number, targets.labels)
         gradient.scatter_add_(1, column[:, None], is_inside[:, None].to(gradient.dtype))

@@ -24,7 +24,8 @@ class RowBlock(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(
         self, *, inputs: torch.Tensor | None = None, rows: torch.Tensor | None = None, **options: Any
@@ -33,7 +34,8 @@ class RowBlock(nn.Module):
         if rows is not None:
             return functional.embedding(rows, self.weight, **options)
         assert inputs is not None
-        return functional.linear(inputs, self.weight, self.bias if options["has_bias"] else None)
+        bias = self.bias if options["has_bias"] else None  # a layer may share the weight and pass no bias
+        return functional.linear(inputs, self.weight, bias)
 
 
 class RowBlocks:
@@ -43,7 +45,10 @@ class RowBlocks:
         self, name: str, parameters: Mapping[str, int], blocks: Sequence[RowBlock], borders: Sequence[int]
     ) -> None:
         """`parameters`: model indices of weight and bias, by name. `borders`: row borders, one more than blocks."""
-        self.name, self.parameters, self.blocks, self._borders = name, dict(parameters), tuple(blocks), tuple(borders)
+        self.name = name
+        self.parameters = dict(parameters)
+        self.blocks = tuple(blocks)
+        self._borders = tuple(borders)
         self._only_block: int | None = None
         self.functions: Mapping[Any, Callable[..., torch.Tensor]] = {
             functional.linear: self.linear,
@@ -85,13 +90,17 @@ class RowBlocks:
 
     def linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 (torch's)
         """Compute `functional.linear` with the full weight."""
-        numbers = range(len(self.blocks)) if self._only_block is None else [self._only_block]
-        sums, has_own = _GradientSum(len(numbers)), getattr(bias, "functions", None) is self.functions
+        only = self._only_block
+        numbers = range(len(self.blocks)) if only is None else [only]
+        has_own = getattr(bias, "functions", None) is self.functions  # the placeholder of the bias in the blocks
+        sums = _GradientSum(len(numbers))
         parts = [self.blocks[n](inputs=_SharedInput.apply(input, sums), has_bias=has_own) for n in numbers]
         output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if bias is None or has_own:
             return output
-        return output + (bias if self._only_block is None else bias[self.span(self._only_block)])
+        if only is not None:
+            bias = bias[self.span(only)]
+        return output + bias
 
     def embedding(
         self,
@@ -114,9 +123,12 @@ class RowBlocks:
             padding_idx += self._borders[-1]
         output: torch.Tensor | None = None
         for number, block in enumerate(self.blocks):
-            span, (is_inside, rows) = self.span(number), self.inside(number, input)
-            has_padding = padding_idx is not None and span.start <= padding_idx < span.stop
-            part = block(rows=rows, padding_idx=padding_idx - span.start if has_padding else None)
+            span = self.span(number)
+            is_inside, rows = self.inside(number, input)
+            padding = None
+            if padding_idx is not None and span.start <= padding_idx < span.stop:
+                padding = padding_idx - span.start
+            part = block(rows=rows, padding_idx=padding)
             output = part if output is None else torch.where(is_inside[..., None], part, output)
         assert output is not None
         return output
@@ -125,15 +137,15 @@ class RowBlocks:
 def blocks_of(weight: Any) -> RowBlocks | None:
     """Return the row blocks of a weight. None: not cut."""
     function = getattr(weight, "functions", {}).get(functional.linear)
-    blocks: RowBlocks | None = None if function is None else function.__self__
-    return blocks
+    return getattr(function, "__self__", None)  # `RowBlocks.linear`
 
 
 class _GradientSum:
     """Sum of the input gradients from the blocks so far."""
 
     def __init__(self, num_terms: int) -> None:
-        self.num_terms, self.num_missing = num_terms, num_terms
+        self.num_terms = num_terms
+        self.num_missing = num_terms
         self.total: torch.Tensor | None = None
 
 
@@ -151,11 +163,14 @@ class _SharedInput(torch.autograd.Function):
         if sums.num_terms == 1:
             return gradient, None
         if sums.total is None:
-            sums.total = gradient.to(torch.float32, copy=True)
+            sums.total = gradient.to(torch.float32, copy=True)  # autograd may hand this gradient to others too
         else:
             sums.total.add_(gradient)
         sums.num_missing -= 1
         if sums.num_missing:
             return None, None
-        total, sums.total, sums.num_missing = sums.total, None, sums.num_terms
+        total = sums.total
+        # A retained graph may run once more.
+        sums.total = None
+        sums.num_missing = sums.num_terms
         return total.to(gradient.dtype), None

@@ -58,10 +58,11 @@ class RowTrials:
 
     def __init__(self, trial: Trial) -> None:
         """`trial`: runs of the unit."""
-        self._trial, self._module = trial, trial.unit.module
-        self._calls: dict[nn.Module, _RecordedCall] = {}
-        self._whole: dict[str, str] = {}
-        self._num_rows = 0
+        self._trial = trial
+        self._module = trial.unit.module
+        self._calls: dict[nn.Module, _RecordedCall] = {}  # the first of each inner module
+        self._whole: dict[str, str] = {}  # reasons by name of a module
+        self._num_rows = 0  # of the unit's input
 
     def find(self, unit_forward: Callable[..., Any], tensors: Sequence[torch.Tensor], rows: int) -> Tiles:
         """Examine a use of the unit with `unit_forward` and these tensors. `rows`: batch rows (0: unknown)."""
@@ -72,17 +73,17 @@ class RowTrials:
         lengths = [
             axis for axis in range(unit_input.dim() - 1) if unit_input.dim() == 2 or unit_input.shape[axis] != rows
         ]
-        axis = lengths[0] if rows and lengths else min(1, unit_input.dim() - 2)
+        axis = lengths[0] if rows and lengths else min(1, unit_input.dim() - 2)  # of tokens, not of the batch
         self._num_rows = unit_input.shape[axis]
         inner = [m for m in self._module.modules() if m is not self._module]
         with forwards_replaced({m: self._recording_forward(m) for m in inner}):
             self._trial.run(unit_forward, tensors)
         row_modules = list(self._outermost(self._module, ""))
-        saved, modules, is_whole = 0.0, tuple(row_modules), self._num_rows <= _MOST_WHOLE_ROWS
-        if is_whole:
-            num_bytes, modules = self._try_unit(unit_forward, tensors, row_modules)
-            saved = num_bytes / (unit_input.numel() // unit_input.shape[-1])
-        return Tiles(modules, tuple(self._whole.items()), number, axis, saved, is_whole)
+        if self._num_rows > _MOST_WHOLE_ROWS:
+            return Tiles(tuple(row_modules), tuple(self._whole.items()), number, axis)
+        num_bytes, modules = self._try_unit(unit_forward, tensors, row_modules)
+        saved_bytes = num_bytes / (unit_input.numel() // unit_input.shape[-1])
+        return Tiles(modules, tuple(self._whole.items()), number, axis, saved_bytes, is_whole=True)
 
     def confirm(self, equal: Tiles, unit_forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Tiles | None:
         """Return the results `equal` of an equal unit for this unit; None if this unit behaves differently.
@@ -122,17 +123,26 @@ class RowTrials:
 
     def _record_call(self, own: Callable[..., Any], arguments: Arguments) -> _RecordedCall:
         """Return a recorded call with copies of a few tensor rows."""
-        tensors = list(arguments.tensors)
-        main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
-        axes = [] if main is None else [a for a in range(main.dim() - 1) if main.shape[a] == self._num_rows]
-        if main is not None and not axes and main.shape[0] % self._num_rows == 0:
-            axes = [0]  # Batch rows are flattened into this axis.
-        axis, cut = axes[0] if axes else -1, tuple[int, ...]()
-        if main is not None and axes:
-            cut = tuple(i for i, t in enumerate(tensors) if t.dim() > axis and t.shape[axis] == main.shape[axis])
-        few = [t.narrow(axis, 0, min(_MOST_ROWS, t.shape[axis])) if i in cut else t for i, t in enumerate(tensors)]
-        arguments.tensors[:] = [t.detach().clone() if i in cut else t.detach() for i, t in enumerate(few)]
+        axis, cut = self._find_rows(arguments.tensors)
+        for number, tensor in enumerate(arguments.tensors):
+            few = tensor.detach()
+            if number in cut:
+                few = few.narrow(axis, 0, min(_MOST_ROWS, tensor.shape[axis])).clone()
+            arguments.tensors[number] = few
         return _RecordedCall(own, arguments, axis, cut)
+
+    def _find_rows(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
+        """Return the row axis of a call, and the indices of the tensors with rows; -1 and none without rows."""
+        main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
+        if main is None:
+            return -1, ()
+        axes = [a for a in range(main.dim() - 1) if main.shape[a] == self._num_rows]
+        if not axes and main.shape[0] % self._num_rows == 0:
+            axes = [0]  # Batch rows are flattened into this axis.
+        if not axes:
+            return -1, ()
+        axis = axes[0]
+        return axis, tuple(i for i, t in enumerate(tensors) if t.dim() > axis and t.shape[axis] == main.shape[axis])
 
     def _outermost(self, parent: nn.Module, path: str) -> Iterator[RowModule]:
         """Yield the outermost modules that may run over tiles and save memory by tiling."""
@@ -149,7 +159,7 @@ class RowTrials:
                 refusal, saves = f"on a few rows it raises {type(error).__name__}", False
             if refusal:
                 self._whole[name] = refusal
-                yield from self._outermost(child, f"{name}.")
+                yield from self._outermost(child, f"{name}.")  # a part may work by rows where the whole does not
             elif saves:
                 yield RowModule(name, child, call.arguments.structure, call.cut, call.axis)
 
@@ -183,7 +193,8 @@ class RowTrials:
     def _trace(self, module: nn.Module, call: _RecordedCall, sample: Sequence[torch.Tensor]) -> str:
         """Return the side effect or dependency found in a module run; empty for none."""
         own = [t.clone() for t in sample]
-        before, versions = self._trial.snapshot(module), [t._version for t in own]
+        versions = [t._version for t in own]  # they show a change even where the values stay
+        before = self._trial.snapshot(module)
         result = run_over_copies(call.forward, call.arguments, own, call.arguments.others)
         after = before.capture_state()
         if before.has_sampled:
@@ -256,6 +267,7 @@ class RowTrials:
     ) -> bool:
         """True if gradients stay equal after replacing the module results in a recomputation by zeros and by NaN."""
 
+        # NaN reaches the gradients through any operation that reads the result. An addition does not.
         def poisoned(*args: Any, **kwargs: Any) -> Any:
             forward = rows.module.forward
 
@@ -344,7 +356,7 @@ def _change_rows(call: _RecordedCall, rows: Sequence[int], factor: float, tensor
 
 def _first_row(tensor: torch.Tensor, call: _RecordedCall) -> torch.Tensor:
     """Return the first row in the first batch row, or in each batch row if the call has tensors without rows."""
-    if len(call.cut) < len(call.arguments.tensors):
+    if len(call.cut) < len(call.arguments.tensors):  # such a tensor may differ from batch row to batch row
         return tensor.narrow(call.axis, 0, 1)
     return tensor[(slice(1),) * (call.axis + 1)]
 

@@ -43,9 +43,12 @@ class SharedAttention(Attention):
     """The ranks of `comm` share sequences, split in rank order."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
-        self.comm, self.size, self._counters = comm, comm.size, counters
+        self.comm = comm
+        self.size = comm.size
+        self._counters = counters
         self._configs = {id(config): config for config in attention_configs(model)}
-        self._own = {key: config._attn_implementation for key, config in self._configs.items()}
+        self._own = {key: config._attn_implementation for key, config in self._configs.items()}  # before `divert`
+        # Of the pass: layers get neither through the model's own code.
         self._rows: WholeRows | None = None
         self._needs_mask = False
 
@@ -140,6 +143,7 @@ class SharedAttention(Attention):
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         own, rows = ALL_MASK_ATTENTION_FUNCTIONS[self._own[id(config)]], self._rows
+        # A skipped mask means plain causal attention, across documents and padding.
         options["allow_is_causal_skip"] = options.get("allow_is_causal_skip", True) and not self._needs_mask
         if rows is not None:
             options |= {"q_length": rows.length, "kv_length": rows.length, "attention_mask": rows.padding}
@@ -172,10 +176,11 @@ class SharedAttention(Attention):
                 f"train.sequence_parallel is {size}, but attention takes {', '.join(extra)} by head or token, which "
                 "ranks cannot share: set --train.sequence_parallel 1."
             )
+        regrouped: Any = module
         if (times := size // key.shape[_HEADS]) > 1:  # Repeat keys and values to one head per rank.
             key, value = (tensor.repeat_interleave(times, _HEADS) for tensor in (key, value))
+            regrouped = _RegroupedModule(module, query.shape[_HEADS] // key.shape[_HEADS])
         query, key, value = self._exchange(label, _HEADS, _TOKENS, query, key, value)
-        regrouped: Any = _RegroupedModule(module, query.shape[_HEADS] // key.shape[_HEADS]) if times > 1 else module
         result, _ = own(regrouped, query, key, value, mask, **options)
         (result,) = self._exchange(label, 1, 2, result)  # [rows, tokens, heads, width]
         return result, None
@@ -231,7 +236,8 @@ class _RegroupedModule:
     """Proxy for an attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, num_groups: int) -> None:
-        self._module, self.num_key_value_groups = module, num_groups
+        self._module = module
+        self.num_key_value_groups = num_groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -243,7 +249,8 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
 
     config: Any = module.config
     shared = _SHARED.get(id(config))
-    return (ALL_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.attend)(module, *args, **kwargs)
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.attend
+    return attend(module, *args, **kwargs)
 
 
 def _mask(config: Any, **options: Any) -> Any:
@@ -251,7 +258,8 @@ def _mask(config: Any, **options: Any) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     shared = _SHARED.get(id(config))
-    return (ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask)(config=config, **options)
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask
+    return mask(config=config, **options)
 
 
 def _within_documents(
@@ -261,6 +269,7 @@ def _within_documents(
 
     def inner(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         is_same: torch.Tensor = documents[row, query] == documents[row, key]
+        # By position, because a window counts tokens of one document.
         return is_same & allows(row, head, positions[row, query], positions[row, key])
 
     return inner
@@ -268,6 +277,7 @@ def _within_documents(
 
 def attention_configs(model: nn.Module) -> list[Any]:
     """Return the model configs with an attention implementation."""
+    # A model of text and images has several, and each of their modules refers to one.
     configs = (getattr(module, "config", None) for module in model.modules())
     return [
         config for config in {id(each): each for each in configs}.values() if hasattr(config, "_attn_implementation")

@@ -65,16 +65,16 @@ def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, Shared
     size = comm.size
     _check(batch, loss_fn, size)
     digests = {key: digest(value.cpu().numpy().tobytes()) for key, value in sorted(batch.items())}
-    comm.agree("the batch of ranks that share sequences", digests)
+    comm.agree("the batch of ranks that share sequences", digests)  # each takes its tokens from its own copy
     filled = _fill(batch, size)
     length = filled["labels"].shape[1]
     own = share(length, comm.rank, size)
     mask, positions = filled.get("attention_mask"), filled["position_ids"]
     document_numbers = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
     has_documents = mask is None and bool(document_numbers.any())  # positions that restart, as in transformers
-    whole = WholeRows(
-        length, positions, None if mask is None else mask.bool(), document_numbers if has_documents else None
-    )
+    documents = document_numbers if has_documents else None
+    padding = None if mask is None else mask.bool()
+    whole = WholeRows(length, positions, padding, documents)
     sample = {key: value[:_SAMPLE_ROWS, : size * _SAMPLE_TOKENS] for key, value in batch.items()}
     shared = SharedRows(whole, next_labels(filled)[:, own].contiguous(), sample)
     return {key: value[:, own].contiguous() for key, value in filled.items()}, shared
@@ -102,12 +102,14 @@ def _fill(batch: Batch, size: int) -> dict[str, torch.Tensor]:
     Filler tokens come last, so no other token attends to them, and have no labels.
     """
     labels = batch["labels"]
+    # Alone, a rank's model would count its own tokens from 0. Positions in the batch go first.
     positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
     whole = {"position_ids": positions, **batch}
     missing = -labels.shape[1] % size
     if not missing:
         return whole
     filled = {key: pad(value, (0, missing)) for key, value in whole.items()}
+    # Counted on: a position 0 would begin a document.
     last = whole["position_ids"][:, -1:] + torch.arange(1, 1 + missing, device=labels.device)
     filled["position_ids"] = torch.cat([whole["position_ids"], last], 1)
     return {**filled, "labels": pad(labels, (0, missing), value=IGNORED)}

@@ -51,14 +51,18 @@ class RecordStream:
     """
 
     def __init__(self, slots: Slots, lanes: Lanes, counters: Counters, num_places: int) -> None:
-        self.slots, self._lanes, self._counters, self._num_places = slots, lanes, counters, num_places
+        self.slots = slots
+        self._lanes = lanes
+        self._counters = counters
+        self._num_places = num_places
 
     def pass_over(self, records: Sequence[ExpertRecord]) -> Iterator[ExpertRecord]:
         """Yield each record after the fetch. The record stays valid until the next iteration."""
         slots, num_fetched = self.slots, 0
-        slots.forget()
+        slots.forget()  # offsets follow the order of this pass: what a former pass left may lie elsewhere
         for number, record in enumerate(records):
             while num_fetched < min(number + self._num_places, len(records)):
+                # In turns: the record before in this place was released in the last iteration.
                 offset = num_fetched % self._num_places * (slots.capacity_bytes // self._num_places)
                 slots.fetch(slots.cargo_of(records[num_fetched].regions), offset)
                 self._counters.count("experts_fetched", len(records[num_fetched].experts))
@@ -78,9 +82,15 @@ class StreamedExperts:
         self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm, adapters: ExpertAdapters
     ) -> None:
         self.adapters = adapters
-        self._unit, self._runner, self._stream, self._comm = unit, runner, stream, comm
+        self._unit = unit
+        self._runner = runner
+        self._stream = stream
+        self._comm = comm
+        # Inside of transformers' decorator, which would call `_forward` again.
         own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
-        self._signature, self._forward = inspect.signature(own), ExpertForward(unit.module, own)
+        self._signature = inspect.signature(own)
+        self._forward = ExpertForward(unit.module, own)
+        # A record has a region for each dtype, rule or codec of its stacks, all with one name.
         by_name: dict[tuple[str, ...], list[Region]] = {}
         for region in unit.regions:
             by_name.setdefault(region.units, []).append(region)
@@ -131,16 +141,18 @@ class StreamedExperts:
         A recomputation returns the saved forward output; otherwise experts are computed in ascending order, with the
         same summation order as the family's forward.
         """
-        result = self._runner.outputs.next_replayed()
-        if result is None:
-            result, rows = torch.zeros_like(hidden), ExpertRows(index, self._num_experts)
-            chosen = rows.sort(weights)
-            for expert, live in self._fetch_experts(set(rows.spans), descending=False, trains=False):
-                span = rows.spans[expert]
-                tokens = rows.tokens[span]
-                by_expert = [each.of_expert(expert) for each in changes]
-                result.index_add_(0, tokens, self._run(live, by_expert, hidden[tokens], chosen[span]))
-            self._runner.outputs.record(result)
+        saved = self._runner.outputs.next_replayed()
+        if saved is not None:
+            return saved
+        result = torch.zeros_like(hidden)
+        rows = ExpertRows(index, self._num_experts)
+        chosen = rows.sort(weights)
+        for expert, live in self._fetch_experts(set(rows.spans), descending=False, trains=False):
+            span = rows.spans[expert]
+            tokens = rows.tokens[span]
+            by_expert = [each.of_expert(expert) for each in changes]
+            result.index_add_(0, tokens, self._run(live, by_expert, hidden[tokens], chosen[span]))
+        self._runner.outputs.record(result)
         return result
 
     def backward(
@@ -169,7 +181,8 @@ class StreamedExperts:
                 result = self._run(live, by_expert, *inputs)
             leaves = matrices(by_expert)
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else [*inputs, *trained])
+            leaves_only = None if trains else [*inputs, *trained]  # None: weights too, and their hooks take gradients
+            torch.autograd.backward(result, gradient[tokens], inputs=leaves_only)
             of_rows, of_span = (tensor.grad for tensor in inputs)
             assert of_rows is not None
             of_hidden.index_add_(0, tokens, of_rows)
@@ -236,7 +249,7 @@ class StreamedExperts:
         """Run one expert on the given rows."""
         unit = self._unit
         changed: Any = {each.parameter: each.add_to(live[each.parameter]) for each in changes}
-        unit.install({**unit.placeholders, **live, **changed})
+        unit.install({**unit.placeholders, **live, **changed})  # a stack of one expert in place of each whole one
         try:
             return self._forward(rows, weights)
         finally:
@@ -257,7 +270,8 @@ class _ExpertsFunction(torch.autograd.Function):
         changes: Sequence[Factors],
         *factors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.experts, ctx.changes = experts, [(each.parameter, each.scale) for each in changes]
+        ctx.experts = experts
+        ctx.changes = [(each.parameter, each.scale) for each in changes]  # factors are saved as tensors, below
         ctx.save_for_backward(hidden, index, weights, *factors)
         return experts.result(hidden, index, weights, changes)
 
@@ -282,8 +296,10 @@ def _expert(piece: Piece) -> int:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run an experts module: streamed, or by the family's forward if not streamed."""
     experts = _STREAMED.get(id(module))
+    if experts is not None:
+        return experts.forward(*args, **kwargs)
     own: Callable[..., torch.Tensor] = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    return own(module, *args, **kwargs) if experts is None else experts.forward(*args, **kwargs)
+    return own(module, *args, **kwargs)  # a copy of the model: its configuration names this implementation too
 
 
 class ExpertStreams(Stage):
@@ -293,6 +309,7 @@ class ExpertStreams(Stage):
         """The device memory of the plan holds two records with overlap, else one."""
         super().__init__(inner)
         self._original_implementations: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs
+        # Slots of their own: only a router knows the order, so no recorded pass can predict it.
         # Experts may be stored on the device; then the slots take no memory.
         slots = Slots(
             host.store,
@@ -318,6 +335,7 @@ class ExpertStreams(Stage):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+        # All layers mostly share one configuration: its previous value is noted once.
         configs: dict[int, Any] = {id(each.module.config): each.module.config for each in self._streamed}
         self._original_implementations = [(config, config._experts_implementation) for config in configs.values()]
         for config in configs.values():

@@ -75,16 +75,20 @@ class Crossing:
         self.gradients: dict[tuple[bool, int], tuple[Any, ...]] = {}
         """Placements of the gradients: (is an output, position)."""
 
+    # A crossing is among a unit's arguments, and calls with equal layouts share the traits of a unit.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Crossing) and self.inputs == other.inputs
 
     def __hash__(self) -> int:
         return len(self.inputs)
 
+    def borders(self, is_output: bool) -> dict[int, _Border]:
+        """Return the layouts of the results or of the arguments, by position."""
+        return self.outputs if is_output else self.inputs
+
     def to_local(self, tree: Any, is_output: bool) -> Any:
         """Return `tree` with local tensors in place of DTensors. The layouts are kept here."""
-        borders = self.outputs if is_output else self.inputs
-        borders.clear()
+        self.borders(is_output).clear()  # of the last run: a unit runs once more for a recomputation
         leaves, spec = tree_flatten(tree)
         if not any(isinstance(leaf, DTensor) or is_in_progress(leaf) for leaf in leaves):
             return tree  # the caller's own containers
@@ -97,7 +101,7 @@ class Crossing:
 
     def to_given(self, tree: Any, is_output: bool) -> Any:
         """Return `tree` with the DTensors again."""
-        borders = self.outputs if is_output else self.inputs
+        borders = self.borders(is_output)
         if not borders:
             return tree
         leaves, spec = tree_flatten(tree)
@@ -120,8 +124,10 @@ class _ToLocal(torch.autograd.Function):
                 mask.release_mask()
                 placements[dim] = Partial(each.reduce_op)
         border = _Border(Layout.of(tensor)._replace(placements=tuple(placements)), local.shape)
-        (crossing.outputs if is_output else crossing.inputs)[position] = border
-        ctx.border, ctx.crossing, ctx.key = border, crossing, (is_output, position)
+        crossing.borders(is_output)[position] = border
+        ctx.border = border
+        ctx.crossing = crossing
+        ctx.key = is_output, position
         return local.view_as(local)
 
     @staticmethod
@@ -135,20 +141,26 @@ class _ToGiven(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, crossing: Crossing, is_output: bool, position: int) -> DTensor:
-        border = (crossing.outputs if is_output else crossing.inputs)[position]
-        ctx.crossing, ctx.key, ctx.placements = crossing, (is_output, position), border.layout.placements
+        border = crossing.borders(is_output)[position]
+        ctx.crossing = crossing
+        ctx.key = is_output, position
+        ctx.placements = border.layout.placements
         return border.over(local, border.layout.placements)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:
-        # The local gradient needs the shape of the local tensor. Sums over ranks stay for the other side.
-        wanted = [
-            has if has.is_partial() else Replicate() if each.is_partial() else each
-            for has, each in zip(gradient.placements, ctx.placements, strict=True)
-        ]
+        wanted = list(map(_placement_of_gradient, gradient.placements, ctx.placements))
         gradient = gradient.redistribute(placements=wanted)
         ctx.crossing.gradients[ctx.key] = tuple(wanted)
         return local_of(gradient), None, None, None
+
+
+def _placement_of_gradient(present: Any, given: Any) -> Any:
+    """Return the placement for the local gradient of a tensor with the placement `given`."""
+    if present.is_partial():  # a sum over ranks stays for the other side
+        return present
+    # The shape of the local tensor, which is whole in a sum too.
+    return Replicate() if given.is_partial() else given
 
 
 class Arrived(torch.autograd.Function):

@@ -44,19 +44,23 @@ class PartsComm(Comm):
         """`part`: index of this rank's parts, of `num_parts`. `counted`: by parameter, True if this rank's gradient
         enters the norm.
         """
-        self._world, self._replicas, self._part, self._num_parts = world, replicas, part, num_parts
+        self._world = world
+        self._replicas = replicas
+        self._part = part
+        self._num_parts = num_parts
         self._counted = counted
-        self.rank, self.size, self.machines = replicas.rank, replicas.size, replicas.machines
-        self.local_rank, self.local_size, self.local_gpus = world.local_rank, world.local_size, world.local_gpus
-        self.device = replicas.device
-        self.agree, self.any, self.barrier = world.agree, world.any, world.barrier  # type: ignore[method-assign]
-        self.claim, self.release, self.close = world.claim, world.release, world.close  # type: ignore[method-assign]
-        self.on_lost = world.on_lost  # type: ignore[method-assign]
+        # Of the replicas: data-parallel ranks with the same parts, which share out the states.
         for name in (
-            "all_gather", "reduce_scatter", "all_to_all", "sum_in_order", "broadcast", "gather_objects", "split",
-            "neighbours",
+            "rank", "size", "machines", "device", "all_gather", "reduce_scatter", "all_to_all", "sum_in_order",
+            "broadcast", "gather_objects", "split", "neighbours",
         ):  # fmt: skip
             setattr(self, name, getattr(replicas, name))
+        # Of the world: every decision, because ranks with other parts of a layer wait in its exchanges, and the
+        # resources of a machine.
+        for name in (
+            "local_rank", "local_size", "local_gpus", "agree", "any", "barrier", "claim", "release", "close", "on_lost",
+        ):  # fmt: skip
+            setattr(self, name, getattr(world, name))
 
     @property
     def world(self) -> Comm:
@@ -68,9 +72,8 @@ class PartsComm(Comm):
 
     def squares_of_model(self, squares: Mapping[Any, float]) -> list[float]:
         own = 0.0
-        for piece, square in squares.items() if self.rank == 0 else ():
-            if self._counted[piece.parameter]:
-                own += square
+        if self.rank == 0:  # replicas have the same squares
+            own = sum((square for piece, square in squares.items() if self._counted[piece.parameter]), 0.0)
         return [float(each) for each in self._world.sum_in_order([own], "norm of the gradients of all parts")]
 
     def folder_of(self, path: str | Path, *, of_model: bool = False) -> Path:
@@ -154,7 +157,7 @@ def _give_back(
         if type(current) is not nn.Parameter:  # the engine was closed without the weights
             continue
         if id(current) not in restored:
-            given = original() if current is local() else None
+            given = original() if current is local() else None  # the same object for an optimizer that holds it
             tensor: Any = layouts[key].over(current.detach())
             restored[id(current)] = given or nn.Parameter(tensor, requires_grad=current.requires_grad)
         module._parameters[key] = restored[id(current)]
@@ -358,6 +361,7 @@ def _open_comm(model: nn.Module, world: Comm, layouts: Mapping[int, Layout], ran
     for name, parameter in model.named_parameters():
         layout = layouts.get(id(parameter))
         counted.append(parts.rank == 0 if layout is None else layout.is_first_copy)
+        # Whole on each rank: training keeps the copies equal only if they begin equal.
         if layout is None or all(each.is_replicate() for each in layout.placements):
             value = local_of(parameter.detach())
             data = value.cpu().contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -32,9 +33,10 @@ class TiledForwards(Stage):
 
     def __init__(self, inner: Stage, size: int | None, room_bytes: int | None) -> None:
         super().__init__(inner)
-        self._size, self._room_bytes = size, room_bytes
-        self._tiles: dict[str, Tiles] = {}
-        self._sizes: dict[str, int] = {}
+        self._size = size
+        self._room_bytes = room_bytes
+        self._tiles: dict[str, Tiles] = {}  # by unit; the unit's traits have them too
+        self._sizes: dict[str, int] = {}  # of the last tiled use, by unit
         self._by_build: dict[Hashable, Tiles] = {}
         """Trial results of the first unit of each build (`build_key`), by build and inputs."""
         self._has_warned = False
@@ -47,15 +49,17 @@ class TiledForwards(Stage):
         return cls(inner, tile if isinstance(tile, int) else None, room_bytes)
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
-        tiled = None if self.is_paused else self._tiled(unit, use.tensors)
+        if self.is_paused:
+            return self.inner.forward_of(unit, use)
+        tiled = self._tiled(unit, use.tensors)
         if tiled is not None and self._compare(unit, use, tiled):
-            tiled = self._tiled(unit, use.tensors)
+            tiled = self._tiled(unit, use.tensors)  # without the modules that differed
         return tiled or self.inner.forward_of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
-        return (
-            forward.for_recomputation() if isinstance(forward, TiledForward) else self.inner.for_recomputation(forward)
-        )
+        if isinstance(forward, TiledForward):
+            return forward.for_recomputation()
+        return self.inner.for_recomputation(forward)
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
         """Find the row-wise modules of a block."""
@@ -70,9 +74,9 @@ class TiledForwards(Stage):
         key = build_key(unit), arguments.structure, tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         with trial.restoring():
             trials, equal = RowTrials(trial), self._by_build.get(key)
-            found = None if equal is None else trials.confirm(equal, unit.forward, tensors)
+            found = equal and trials.confirm(equal, unit.forward, tensors)
             tiles = found or trials.find(unit.forward, tensors, rows)
-        self._by_build.setdefault(key, tiles)
+        self._by_build.setdefault(key, tiles)  # the first unit stays the example for all of its build
         return tiles
 
     def check(self) -> None:
@@ -85,10 +89,9 @@ class TiledForwards(Stage):
 
     @property
     def description(self) -> str:
-        modules: dict[str, int] = {}
-        for name in self._sizes:
-            for rows in self._tiles[name].modules if name in self._tiles else ():
-                modules[rows.name] = modules.get(rows.name, 0) + 1
+        modules = Counter(
+            rows.name for name in self._sizes if name in self._tiles for rows in self._tiles[name].modules
+        )
         if not modules:
             return ""
         shown = ", ".join(f"{name} of {count} blocks" for name, count in modules.items())
@@ -124,7 +127,7 @@ class TiledForwards(Stage):
         if length <= tiles.tried_rows:
             return False
         most, size = length, tiled.size
-        if self._room_bytes is not None and tiles.saved_bytes:
+        if self._room_bytes is not None and tiles.saved_bytes:  # a whole module may not fit: that is why tiles run
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
         compared = ComparedForward(tiled, most)
@@ -153,7 +156,8 @@ class TiledForwards(Stage):
         size = self._size
         if size is None and self._room_bytes is not None:
             needed_bytes = _GRADIENTS_SHARE * tiles.saved_bytes * num_tokens
-            size = tile_rows(length) if needed_bytes > self._room_bytes else None
+            if needed_bytes > self._room_bytes:
+                size = tile_rows(length)
         if size is None or length <= size:
             return None
         self._sizes[unit.name] = size

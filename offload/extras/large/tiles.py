@@ -57,6 +57,7 @@ class RowModule:
             return 0
         tensors = arguments.tensors
         sizes = {tensors[i].shape[self.axis] for i in self.cut}
+        # A gradient for a tensor without rows would be a sum over tiles; gradients here are put side by side.
         is_shared = all(i in self.cut or not t.requires_grad for i, t in enumerate(tensors))
         return sizes.pop() if len(sizes) == 1 and is_shared else 0
 
@@ -140,7 +141,7 @@ class ComparedForward(TiledForward):
             few_arguments = arguments.fill(few)
             try:
                 whole = Arguments(own(*few_arguments[0], **few_arguments[1])).tensors
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # the limit is an estimate
                 num_rows //= 2
                 continue
             tiles = Arguments(super()._run(rows, own, *few_arguments[0], **few_arguments[1])).tensors
@@ -157,8 +158,12 @@ class _TiledCall:
         self, tiled: TiledForward, rows: RowModule, own: Callable[..., Any], arguments: Arguments, num_inputs: int
     ) -> None:
         """`arguments`: call arguments, emptied of their `num_inputs` tensors."""
-        self._rows, self._own, self._arguments, self.num_inputs = rows, own, arguments, num_inputs
-        self._size, self._is_idle = tiled.size, tiled.is_recomputation and rows.is_idle
+        self._rows = rows
+        self._own = own
+        self._arguments = arguments
+        self.num_inputs = num_inputs
+        self._size = tiled.size
+        self._is_idle = tiled.is_recomputation and rows.is_idle  # the first forward needs values
         self.thread_state: ThreadState | None = None
         """Thread state around the forward. None: no backward."""
         self.result: Arguments | None = None
@@ -205,10 +210,11 @@ class _TiledCall:
         for span in self._spans(inputs):
             leaves = [t.detach().requires_grad_(n) for t, n in zip(self._tile(inputs, span), needs, strict=False)]
             parts = self._gradients(leaves, trainable, [None if g is None else self._part(g, span) for g in gradients])
-            for number, target in enumerate(input_gradients):
-                if target is not None:
-                    part = parts[number]
-                    self._part(target, span).copy_(target.new_zeros(()) if part is None else part)
+            for target, part in zip(input_gradients, parts, strict=False):
+                if target is not None and part is not None:
+                    self._part(target, span).copy_(part)
+                elif target is not None:  # not used in this tile
+                    self._part(target, span).zero_()
             for number, part in enumerate(parts[num_inputs:]):
                 previous = sums[number]
                 if part is not None and previous is not None:
@@ -218,7 +224,8 @@ class _TiledCall:
                     sums[number] = part.to(torch.float32, copy=True)
         for number, weight in enumerate(trainable):  # One by one, so only one gradient exists in both dtypes at a time.
             total = sums[number]
-            sums[number] = None if total is None else total.to(weight.dtype)
+            if total is not None:
+                sums[number] = total.to(weight.dtype)
         rest = iter(sums)
         return [*input_gradients, *(None if weight is None else next(rest) for weight in weights)]
 
@@ -228,6 +235,7 @@ class _TiledCall:
         """Return leaf and weight gradients for one tile with incoming `gradients`."""
         assert self.thread_state is not None
         with torch.enable_grad():
+            # A backward may run outside of autocast and modes, and on a GPU in a thread of autograd.
             results = self.thread_state.run(self._own_results, leaves).tensors
         pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad and g is not None]
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
