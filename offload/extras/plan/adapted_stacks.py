@@ -37,7 +37,7 @@ def adapters_on_shapes(model: nn.Module, units: Sequence[UnitCandidate], counter
         modules: list[Any] = list(model.modules()) if lora is not None else []
         for module in modules:
             is_stack = isinstance(module, lora.ParamWrapper) and module.num_experts > 1
-            if is_stack and "_activate_lora" not in vars(module):
+            if is_stack and "_activate_lora" not in vars(module):  # not a streamed one, diverted above
                 module._activate_lora = partial(_activate_whole, module)
                 stack.callback(delattr, module, "_activate_lora")
         yield
@@ -48,7 +48,8 @@ class _Changed(nn.Module):
 
     def __init__(self, lhs: Tensor, rhs: Tensor, scale: float) -> None:
         super().__init__()
-        self.factors, self.scale = (lhs, rhs), scale
+        self.factors = lhs, rhs
+        self.scale = scale
 
     def forward(self, weight: Tensor) -> Tensor:
         return torch.baddbmm(weight, *self.factors, alpha=self.scale)
@@ -65,9 +66,9 @@ def _activate_whole(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[No
     needs_grad = getattr(base, key).requires_grad
     change = _Changed(*wrapper.get_delta_factors(names[0]))
     parametrize.register_parametrization(base, key, change, unsafe=True)
-    base.parametrizations[key].original.requires_grad_(needs_grad)
+    base.parametrizations[key].original.requires_grad_(needs_grad)  # torch sets it for the new place
     try:
-        with parametrize.cached():
+        with parametrize.cached():  # one product, however often the family reads the stack
             yield
     finally:
         parametrize.remove_parametrizations(base, key, leave_parametrized=False)
@@ -84,7 +85,7 @@ def _run_streamed(
 ) -> Tensor:
     """Run the experts, and count the change of the stacks."""
     if adapters.active:
-        num_rows = -(-index.numel() // module.num_experts)
+        num_rows = -(-index.numel() // module.num_experts)  # tokens spread evenly
         hidden = _StreamedChange.apply(hidden, counter, num_rows, *matrices(adapters.active))
     return forward(hidden, index, *others)
 
@@ -94,7 +95,8 @@ class _StreamedChange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, counter: OpCounter, num_rows: int, *factors: Tensor) -> Tensor:
-        ctx.counter, ctx.num_rows = counter, num_rows
+        ctx.counter = counter
+        ctx.num_rows = num_rows
         ctx.save_for_backward(*factors)
         with _repeated(counter, len(factors[0])):
             for lhs, rhs in _pairs(factors):

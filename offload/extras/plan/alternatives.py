@@ -69,7 +69,8 @@ class Tries:
 
     def __init__(self, forecaster: Forecaster, most: float) -> None:
         """`most`: forecasts to make from now on. A cached forecast is free."""
-        self._forecaster, self._end = forecaster, forecaster.num_made + most
+        self._forecaster = forecaster
+        self._end = forecaster.num_made + most
         self.is_cut = False
         """True if something was left out for the limit."""
 
@@ -100,7 +101,7 @@ def forecast(
     prediction = place_or_fix(forecaster, initial, say, most)
     tries = Tries(forecaster, math.inf if prediction.fits else most)
     others = list(alternatives(forecaster, initial, prediction, tries))
-    others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
+    others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)  # those that do not fit come last
     notes = prediction.notes
     if tries.is_cut:
         notes = (*notes, f"alternatives were left out after {most} forecasts: --tries {4 * most} lists more.")
@@ -115,8 +116,8 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     reads = None
     if config.offload.parameters == "files":
         path = locate(config.model)
-        files = weight_files(path) if path is not None and path.is_dir() else []
-        reads = max((file for file in files if file.stat().st_size >= LEAST_BYTES), default=None)
+        if path is not None and path.is_dir():
+            reads = max((file for file in weight_files(path) if file.stat().st_size >= LEAST_BYTES), default=None)
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
@@ -127,8 +128,9 @@ def choose_hardware(config: Config, described: str | None, host_memory: str | No
     """
     if described is not None:
         hardware = read_machine(described)
-        host_bytes = parse_size(host_memory, "--host-memory")
-        return hardware if host_bytes is None else hardware.with_(host_bytes=host_bytes)
+        if (host_bytes := parse_size(host_memory, "--host-memory")) is not None:
+            hardware = hardware.with_(host_bytes=host_bytes)
+        return hardware
     if host_memory is not None:
         raise ConfigError("--host-memory describes another machine; set --offload.host_memory for a limit on this one.")
     return this_hardware(config)
@@ -151,11 +153,12 @@ def place_or_fix(
     for key, step in _TRAINING_CHANGES.items():
         if key in fix:
             notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
-    fixed = _try_placement(forecaster, prediction, fix) if fix else None
-    bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
-    untried_after = most if tries.is_cut and not fix else None
-    result = replace(prediction, fix=to_flags(fix), fix_bytes=bytes_by_tier, untried_after=untried_after)
-    return replace(result, timing=None, notes=notes)
+    result = replace(prediction, timing=None, notes=notes)
+    if not fix:
+        return replace(result, untried_after=most) if tries.is_cut else result
+    fixed = _try_placement(forecaster, prediction, fix)
+    assert fixed is not None, "the search has planned the fix"
+    return replace(result, fix=to_flags(fix), fix_bytes={tier: sums["bytes"] for tier, sums in fixed.tiers.items()})
 
 
 def alternatives(
@@ -173,7 +176,9 @@ def alternatives(
     for change in _changes(prediction):
         if not tries.has_more():
             break
-        other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
+        if to_flags(change) == prediction.fix:  # shown already
+            continue
+        other = _try_change(forecaster, prediction, change)
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
         # search.
         if other is not None and (not other.fits or "train.micro_batch_size" in change):
@@ -215,22 +220,25 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -
         for start in _STARTS:
             if all(prediction.config.get(key) == "auto" for key in start):
                 other, others_change = _descend(forecaster, prediction, start, times=times)
-                if _is_faster(chosen, other, times=times, min_gain=0.0 if change else _MIN_GAIN):
+                min_gain = 0.0 if change else _MIN_GAIN  # of two changes, the faster one
+                if _is_faster(chosen, other, times=times, min_gain=min_gain):
                     chosen, change = other, others_change
     if not change:
         return prediction
-    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
-    return replace(chosen, placement_flags=to_flags(change), seconds_without_search=before)
+    return replace(chosen, placement_flags=to_flags(change), seconds_without_search=_step_seconds(prediction))
 
 
 def _descend(
     forecaster: Forecaster, initial: Forecast, start: Mapping[str, Any], *, times: bool
 ) -> tuple[Forecast, Mapping[str, Any]]:
     """Return the best forecast found one option after the other, with the changes, from the change `start` on."""
-    changed = _try_change(forecaster, initial, start, times=times) if start else initial
-    if changed is None or (start and not changed.fits):
-        return initial, {}
-    first, chosen, change = changed, changed, start
+    first = initial
+    if start:
+        changed = _try_change(forecaster, initial, start, times=times)
+        if changed is None or not changed.fits:
+            return initial, {}
+        first = changed
+    chosen, change = first, start
 
     def candidates() -> Iterator[Mapping[str, Any]]:  # each stage begins with the choice of the one before
         if has_open_placement(first) and (placement := forecaster.choose(first, times=times)):
@@ -264,8 +272,10 @@ def _dispatch(prediction: Forecast) -> dict[str, Any]:
     offload = prediction.config.offload
     if prediction.num_ranks == 1 or prediction.hardware.num_machines > 1 or offload.dispatch == "always":
         return {}
-    is_open = prediction.config.origin("offload.zero_stage") == "resolved"
-    return {"offload.dispatch": "always"} | ({"offload.zero_stage": 2} if is_open else {})
+    change: dict[str, Any] = {"offload.dispatch": "always"}
+    if prediction.config.origin("offload.zero_stage") == "resolved":  # each rank needs all weights, a share of states
+        change["offload.zero_stage"] = 2
+    return change
 
 
 def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -283,14 +293,21 @@ def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
         return {}
     tile: dict[str, Any] = {"train.sequence_tile": _tile_rows(config)}
     tiled = _try_change(forecaster, prediction, tile, times=False)
-    return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
+    if tiled is None or tiled.memory.shortfalls.get("device", 0) >= before:
+        return {}
+    return tile
+
+
+def _step_seconds(prediction: Forecast) -> float | None:
+    """Return the step time of a run that fits; None: it does not fit, or the time is unknown."""
+    return prediction.timing.step_seconds if prediction.fits and prediction.timing else None
 
 
 def _is_faster(prediction: Forecast, other: Forecast, *, times: bool, min_gain: float = _MIN_GAIN) -> bool:
     """Return True if `other` fits and is fast enough to pay for the change."""
     if not other.fits or (times and other.timing is None):
         return False
-    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    before = _step_seconds(prediction)
     return before is None or other.timing is None or other.timing.step_seconds <= (1 - min_gain) * before
 
 
@@ -299,7 +316,8 @@ def _device_state_room(initial: Forecast, prediction: Forecast) -> int:
 
     The room leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
-    offload, prepared, budget = initial.config.offload, prediction.prepared, prediction.memory.budgets["device"]
+    offload, budget = initial.config.offload, prediction.memory.budgets["device"]
+    prepared = prediction.prepared
     is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
     if not is_open or prepared.plan.residence.common == DEVICE or prepared.settings.host_bound or budget is None:
         return 0
@@ -308,7 +326,7 @@ def _device_state_room(initial: Forecast, prediction: Forecast) -> int:
     staying = residence.indices_on(DEVICE)
     room = budget + optimizer_bytes((region for region in regions if region.index in staying), residence.sharding)
     room -= sum(a.num_bytes for a in prediction.memory.allocations if a.tier == "device" and a.name != KEPT)
-    return min(room, state_bytes - 1)
+    return min(room, state_bytes - 1)  # with all states there, no update would be left for the host
 
 
 def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
@@ -320,8 +338,8 @@ def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator
         yield dict(_HOST_GRAPHS)
         return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
-    for share in _SHARES if num_bytes else ():
-        yield {**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)}
+    if num_bytes:
+        yield from ({**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)} for share in _SHARES)
 
 
 def _try_change(
@@ -353,10 +371,11 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, tries: Tries) -> dict
                 return _drop_needless(forecaster, prediction, change)
         return {}
 
+    found = first(keeping) or first(list(itertools.accumulate(together, operator.or_))[1:])
+    if not found and tries.has_more():
+        found = _larger_budgets(forecaster, prediction)
     return (
-        first(keeping)
-        or first(list(itertools.accumulate(together, operator.or_))[1:])
-        or (_larger_budgets(forecaster, prediction) if tries.has_more() else {})
+        found
         or first(others)
         or first(list(itertools.accumulate([*together, *others], operator.or_))[max(1, len(together)) :])
     )
@@ -379,7 +398,9 @@ def _fits(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any
 def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> Forecast | None:
     """Return the forecast with a change, with a placement search if needed; None: invalid combination."""
     other = _try_change(forecaster, prediction, change, times=False)
-    return other if other is None or other.fits else place(forecaster, other, times=False)
+    if other is None or other.fits:
+        return other
+    return place(forecaster, other, times=False)
 
 
 def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -402,25 +423,30 @@ def _raised_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, i
     A plan can need more with a larger budget, since units are cut into parts by the budget. So each result is planned.
     """
     change: dict[str, int] = {}
-    larger: Forecast | None = prediction
+    larger = prediction
     for _ in range(_MAX_ENLARGEMENTS):
-        if larger is None or larger.fits:
-            break
         for tier, too_few in larger.memory.shortfalls.items():
             budget = larger.config.get(BUDGETS[tier])
-            if budget is None:
+            if budget is None:  # the memory of the machine itself is too small
                 return {}
             num_sharing = 1 if tier == "device" else prediction.num_ranks
             change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
-        larger = _try_change(forecaster, prediction, change, times=False)
-    return change if larger is not None and larger.fits else {}
+        other = _try_change(forecaster, prediction, change, times=False)
+        if other is None:
+            return {}
+        if other.fits:
+            return change
+        larger = other
+    return {}
 
 
 def _larger_device(forecaster: Forecaster, prediction: Forecast) -> dict[str, int]:
     """Return a device budget that fits, doubled up to the memory of the device, in bytes; empty: none does."""
     key, most = BUDGETS["device"], prediction.hardware.device_bytes
     budget = prediction.config.get(key)
-    for _ in range(_MAX_ENLARGEMENTS if budget else 0):
+    if not budget:
+        return {}
+    for _ in range(_MAX_ENLARGEMENTS):
         budget *= 2
         if most is not None and budget > most:
             break
@@ -454,9 +480,11 @@ def to_flags(change: Mapping[str, Any]) -> str:
     """Return a change as command-line flags."""
     flags = []
     for key, value in change.items():
-        if isinstance(value, int) and key.endswith("_memory"):
+        if isinstance(value, tuple):  # a list of one folder
+            value = value[0]
+        elif isinstance(value, int) and key.endswith("_memory"):
             value = written_size(value)
-        flags.append(f"--{key} {'none' if value is None else value[0] if isinstance(value, tuple) else value}")
+        flags.append(f"--{key} {'none' if value is None else value}")
     return " ".join(flags)
 
 
@@ -496,6 +524,7 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
         yield from _more_passes(prediction, rows, 1)
     if dispatch := _dispatch(prediction):
         yield dispatch
+    # Twice the rows for the same traffic, in micro-batches of the size that is known to fit.
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size
@@ -535,8 +564,9 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     if on_host and _can_shorten_masters(config):
         yield {"optimizer.master": "bf16"}
     if on_host and (config.offload.nvme_dir or prediction.hardware.rates.has_disk):
-        folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
-        if folder:
+        folder: dict[str, Any] = {}
+        if not config.offload.nvme_dir:
+            folder = {"offload.nvme_dir": (_FOLDER,)}
             yield folder
         yield {"offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
@@ -546,16 +576,21 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
     if on_host and config.train.max_grad_norm is not None and config.optimizer.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
-    rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0
-    while rows > prediction.num_groups:  # changes the training: last resort
+    rows = config.train.batch_size
+    while short_tiers and rows > prediction.num_groups:  # changes the training: last resort
         rows = max(prediction.num_groups, rows // 2)
-        yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
+        fewer = {"train.batch_size": rows}
+        if (config.train.micro_batch_size or 0) > rows:  # a micro-batch is never larger than the batch
+            fewer["train.micro_batch_size"] = rows
+        yield fewer
 
 
 def _more_passes(prediction: Forecast, micro_rows: int, num_passes: int) -> Iterator[dict[str, Any]]:
     """Yield more than `num_passes` passes, of four micro-batches or one."""
     config = prediction.config
-    parts = config.train.batch_size // prediction.num_groups // micro_rows if config.optimizer.has_gradients else 0
+    if not config.optimizer.has_gradients:
+        return
+    parts = config.train.batch_size // prediction.num_groups // micro_rows
     yield from ({"train.passes": count} for count in (parts // 4, parts) if count > num_passes)
 
 
@@ -579,6 +614,6 @@ def written_size(num_bytes: int) -> str:
     """Return a size in settings notation, for example `14.8GiB`: three digits, rounded down."""
     shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
     whole, scale = num_bytes >> shift, 1 << shift
-    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
+    digits = max(0, 3 - len(str(whole))) if shift else 0
     size = num_bytes * 10**digits // scale / 10**digits
     return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"

@@ -26,7 +26,8 @@ class DispatchedBlocks:
 
     def __init__(self, blocks: Collection[str], num_ranks: int) -> None:
         """`blocks`: names of streamed blocks. `num_ranks`: N."""
-        self._blocks, self.num_ranks = blocks, num_ranks
+        self._blocks = blocks
+        self.num_ranks = num_ranks
 
     @classmethod
     def of(cls, prepared: EnginePlan) -> DispatchedBlocks:
@@ -37,7 +38,9 @@ class DispatchedBlocks:
 
     def _find(self, works: Sequence[UnitWork]) -> list[int]:
         """Return the indices of blocks; none without dispatch."""
-        return [n for n, work in enumerate(works) if work.name in self._blocks] if self.num_ranks > 1 else []
+        if self.num_ranks == 1:
+            return []
+        return [n for n, work in enumerate(works) if work.name in self._blocks]
 
     def held(self, workload: Workload) -> Workload:
         """Return a workload with the saved inputs of this rank, spread over all blocks.
@@ -48,6 +51,7 @@ class DispatchedBlocks:
         if not blocks:
             return workload
         num_held = self.num_ranks * len(blocks[:: self.num_ranks])  # as many as blocks, or a few more
+        # The other calls share tensors with this one.
         most = max((calls[number] for number in blocks), key=lambda call: call.input_bytes)
         keys = "input_bytes", "staying_bytes", "shared_bytes"
         sizes = {key: -(-getattr(most, key) * num_held // len(blocks)) for key in keys}
@@ -66,8 +70,9 @@ class DispatchedBlocks:
         blocks = self._find(works)
         if not blocks:
             return list(calls)
-        own, parts, idle = blocks[::num], workload.num_micro_batches, SimulatedCall((), 0.0, 0.0)
-        num_idle = len(blocks) + num - 1 - num * len(own)
+        own, parts = blocks[::num], workload.num_micro_batches
+        idle = SimulatedCall((), 0.0, 0.0)
+        num_idle = len(blocks) + num - 1 - num * len(own)  # ticks of the pass beside those with an own block
         found: dict[int, SimulatedCall] = {n: call for n, call in enumerate(calls) if n not in blocks}
         for place, number in enumerate(blocks):
             call, work = calls[number], works[number]
@@ -113,6 +118,8 @@ class DispatchedBlocks:
 
 def _second_per_byte(hardware: Hardware) -> float:
     """Return the seconds for a byte of a message: to the host, to the other process, to the other device."""
-    rates, is_cpu = hardware.rates, hardware.device == "cpu"
-    copies_s = 0.0 if is_cpu else 1 / rates.d2h_bytes_per_s + 1 / rates.h2d_bytes_per_s
-    return 1 / min(_LOOPBACK_BYTES_PER_S, rates.host_bytes_per_s) + copies_s
+    rates = hardware.rates
+    second = 1 / min(_LOOPBACK_BYTES_PER_S, rates.host_bytes_per_s)
+    if hardware.device != "cpu":
+        second += 1 / rates.d2h_bytes_per_s + 1 / rates.h2d_bytes_per_s
+    return second

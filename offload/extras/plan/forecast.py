@@ -128,11 +128,13 @@ class Forecast:
     @property
     def missing(self) -> str:
         """Missing memory by tier; empty: none, or a refusal."""
+        if not self.memory.shortfalls:
+            return ""
         short = " and ".join(
             f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
             for tier, num_bytes in self.memory.shortfalls.items()
         )
-        return f"{short} too few." if short else ""
+        return f"{short} too few."
 
     @property
     def shortage(self) -> str:
@@ -174,9 +176,10 @@ class Forecast:
         for each in self.memory.allocations:
             if (each.tier, each.name) == ("cpu", OPERATIONS):
                 continue
-            budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
-            if each.tier in ("cpu", "pinned"):
-                budget = min(self.memory.host_bytes if budget is None else budget, self.memory.host_bytes)
+            limited = HOST if each.tier == "pinned" else each.tier  # one budget for both kinds of host memory
+            budget = self.memory.budgets[limited]
+            if limited == HOST:
+                budget = self.memory.host_bytes if budget is None else min(budget, self.memory.host_bytes)
             total = totals.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
             total["bytes"] += each.num_bytes
             total["allocations"].append({"name": each.name, "bytes": each.num_bytes})
@@ -184,7 +187,8 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields in JSON form."""
-        timing, day, endurance = self.timing, None, self.hardware.endurance_bytes
+        timing, day = self.timing, None
+        endurance = self.hardware.endurance_bytes
         if timing is not None and self.written_bytes:
             day = self.written_bytes / timing.step_seconds * DAY_S
         rates = ("bound_by", "tokens_per_second", "mfu", "hides_from_tokens")
@@ -274,7 +278,7 @@ class Forecaster:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
             adaptation.check_tier(self.config.offload.parameters)
             model = adaptation.apply_to_shapes(model)
-            reduced = adaptation.reduced_weights(model)
+            reduced = adaptation.reduced_weights(model)  # no longer the values of the files
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, quantized=quantized)
@@ -366,7 +370,7 @@ class Forecaster:
         plan = partial(EnginePlan.fit, structure_of, settings, ranks)
         try:
             prepared = plan(machine)
-        except DoesNotFitError as error:
+        except DoesNotFitError as error:  # planned all the same, to show what is missing
             refusal, prepared = error.reason, plan(machine, checks=False)
         work, notes = self._workload(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
@@ -387,6 +391,7 @@ class Forecaster:
             notes.append(text)
         memory = footprint(prepared, workload, hardware, self.num_ranks)
         step, timing = None, None
+        # The memory is known all the same, and shown.
         if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
             times = False
@@ -425,7 +430,7 @@ class Forecaster:
         if isinstance(work, str):
             return {}
         machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
-        hardware = share_of_rank(prediction.hardware, self.num_ranks)
+        hardware = share_of_rank(prediction.hardware, self.num_ranks)  # a step is that of one rank, beside the others
         search = PlacementSearch(prepared, work, hardware, machine, self.num_ranks)
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"
         chosen = search.choose(settings, cuts=is_open, times=times)
@@ -436,6 +441,7 @@ class Forecaster:
         sharding, is_streamed = sharding_of(settings, ranks), settings.placement.experts == "streamed"
         cut = is_streamed, share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
         codecs = settings.frozen_weights, settings.link_weights
+        # All that a structure depends on: a search has many placements over few structures.
         key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._built.model, settings, ranks, self._built.quantized, share_bytes)
@@ -444,6 +450,7 @@ class Forecaster:
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
         settings, model_type = prepared.settings, model_kind(self._architecture).name
+        # Of the rank with the most rows. A pass has at least one row on each rank.
         fewest, more = divmod(config.train.batch_size, config.train.num_groups(num_ranks))
         groups, passes = fewest + bool(more), max(1, min(settings.passes, fewest))
         rows = -(-groups // passes) * config.train.group

@@ -54,7 +54,9 @@ def parse_link(value: Any) -> float:
     """
     text = str(value).strip().removesuffix("/s")
     bits = re.fullmatch(r"(.*?)(?:bits?|bps|(?<=[KMGT])b)", text)
-    return float(parse_size(f"{bits[1]}b" if bits else text) or 0) / (8 if bits else 1)
+    if bits is None:
+        return float(parse_size(text) or 0)
+    return float(parse_size(f"{bits[1]}b") or 0) / 8
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -125,7 +127,7 @@ class _MachineFile:
         """Return the mapping after checking for unknown and missing dataclass fields."""
         parts = fields(dataclass_type)
         needed = [each.name for each in parts if each.default is MISSING and each.default_factory is MISSING]
-        needed = [name for name in needed if name not in _LEFT_OUT]
+        needed = [name for name in needed if name not in _LEFT_OUT]  # code must name these, a file need not
         return self._checked_keys(mapping, prefix, [each.name for each in parts], needed)
 
     def _checked_keys(
@@ -151,7 +153,7 @@ class _MachineFile:
     def _device(self, value: Any) -> str:
         with suppress(ConfigError):
             device = parse_device(self._word("device", value))
-            if device is not None and str(device) == device.type:
+            if device is not None and str(device) == device.type:  # without a number: a file describes any one device
                 return device.type
         raise self._error("device", value, 'a device type of torch, such as "cuda" or "cpu", without a number')
 
@@ -192,7 +194,7 @@ def share_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
     shared += ["nvme_both_ways_bytes_per_s"]
     flops: dict[str, Any] = {}
-    if hardware.device == "cpu":
+    if hardware.device == "cpu":  # otherwise each rank has a device and its link
         shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
         shared += ["moved_bytes_per_s", "fresh_bytes_per_s"]
         flops = {

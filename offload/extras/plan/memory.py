@@ -69,7 +69,9 @@ class Footprint:
         """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
         operations = self.operations_bytes
         named_bytes, device_bytes = self.total("cpu", "pinned") - operations, self.total(DEVICE)
-        used_bytes = named_bytes + max(operations, self.loading_bytes) + (device_bytes if self.is_one_memory else 0)
+        used_bytes = named_bytes + max(operations, self.loading_bytes)
+        if self.is_one_memory:
+            used_bytes += device_bytes
         needs = {DEVICE: device_bytes, HOST: named_bytes, DISK: self.total(DISK)}
         excess = {tier: needs[tier] - budget for tier, budget in self.budgets.items() if budget is not None}
         excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
@@ -88,7 +90,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
         replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in allocations
     )
     host, disk = (prepared.settings.placement.budget(tier) for tier in OFFLOADED)
-    if disk is None and hardware.disk_bytes is not None:
+    if disk is None and hardware.disk_bytes is not None:  # for host memory, `shortfalls` compares the whole process
         disk = hardware.disk_bytes // num_ranks
     infos = prepared.structure.infos
     # Without a checkpoint, weights are initialized in fp32, one unit at a time.
@@ -113,10 +115,13 @@ class StepMemory:
     """Memory use on one rank during a step: planned allocations, tensors kept for the backward, and operation peaks."""
 
     def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
-        self.settings, self.plan, self.hardware = prepared.settings, prepared.plan, hardware
+        self.settings = prepared.settings
+        self.plan = prepared.plan
+        self.hardware = hardware
         self.dispatched = DispatchedBlocks.of(prepared)
         self.workload = self.dispatched.held(workload)
-        self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
+        self._regions = prepared.structure.regions
+        self._resident = resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
         self.budget = device_budget(self.plan, hardware)
         self._choice = GraphChoice(
@@ -218,7 +223,7 @@ class StepMemory:
         """Return the bytes for graphs on the tier of the graphs."""
         placement, tier = self.settings.placement, self.settings.placement.graphs
         used = bytes_on(tier, self.plan.allocations)
-        if placement.activations == tier:
+        if placement.activations == tier:  # the first step takes this memory before there is a graph
             used += sum(map(self._first_offloaded_bytes, self.workload.calls))
         capacity = self.hardware.host_bytes if tier == HOST else self.hardware.disk_bytes
         rooms = [each - used for each in (placement.budget(tier), capacity) if each is not None]
@@ -227,9 +232,11 @@ class StepMemory:
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return the offloaded graph bytes of a use, inputs included."""
+        num_bytes = call.leaving_bytes
         inputs = call.input_bytes - call.staying_bytes - call.unsaved_bytes
-        inputs = inputs if inputs >= SMALLEST_BYTES else 0
-        return (call.leaving_bytes + inputs) * self.workload.num_micro_batches
+        if inputs >= SMALLEST_BYTES:  # a smaller tensor stays
+            num_bytes += inputs
+        return num_bytes * self.workload.num_micro_batches
 
     @cached_property
     def _planned_bytes(self) -> int:
@@ -248,7 +255,7 @@ class StepMemory:
         input_bytes_offloaded = offloaded_graph_bytes = 0
         for number, call in self._calls():
             input_bytes_offloaded += self._first_offloaded_bytes(call)
-            if number in offloaded:
+            if number in offloaded:  # all but the small tensors of a graph
                 graph_bytes = self._graph_bytes(call)
                 total_bytes = _total_bytes(call, call.input_bytes + call.saved_bytes - call.unsaved_bytes, work)
                 on_device[KEPT] += total_bytes - graph_bytes
@@ -281,40 +288,49 @@ class StepMemory:
         if is_kept:
             counts_as_input = self.settings.recompute == "auto" and not is_offloaded and call.is_cut
             return INPUTS if counts_as_input else KEPT, 0
-        moved_bytes = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches
-        return INPUTS, moved_bytes if is_offloaded else 0
+        if not is_offloaded:
+            return INPUTS, 0
+        return INPUTS, (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches
 
     def _first_offloaded_bytes(self, call: UnitWork) -> int:
         """Return the input bytes offloaded in the first step.
 
         The first step recomputes even graphs saved later, and the memory remains allocated for later steps.
         """
-        always_kept = call.keeps_graph or call.name is None
-        return 0 if always_kept or self.settings.recompute == "never" else self._place_inputs(call, False)[1]
+        if call.keeps_graph or call.name is None or self.settings.recompute == "never":
+            return 0
+        return self._place_inputs(call, False)[1]
 
     def _operations(self, kept: Kept, offloaded: frozenset[int], waiting_bytes: int) -> int:
         """Return the peak device bytes minus bytes kept at the end of the forward."""
         work = self.workload
-        parts, kept_bytes, peak_bytes = work.num_micro_batches, 0, 0
-        # A chunked head holds a full gradient for the hidden states, besides the hidden states.
-        last_result = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
-        hidden = sum(last_result) * parts if work.num_chunks > 1 else 0
+        parts = work.num_micro_batches
+        hidden = 0
+        if work.num_chunks > 1:
+            # A chunked head holds a full gradient for the hidden states, besides the hidden states.
+            last_result = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
+            hidden = sum(last_result) * parts
+        kept_bytes = peak_bytes = 0
         for number, call in self._calls():
             is_kept, is_offloaded = number in kept.graphs, number in offloaded
             if number in kept.products and call.products is not None:
                 kept_bytes += call.products.kept_bytes * parts
                 call = call.with_products(call.products)
-            offloaded_bytes = self._graph_bytes(call) if is_offloaded else self._place_inputs(call, is_kept)[1]
-            held_bytes = call.input_bytes + (call.saved_bytes if is_offloaded else 0)
+            held_bytes = call.input_bytes
+            if is_offloaded:
+                held_bytes += call.saved_bytes
+                offloaded_bytes = self._graph_bytes(call)
+            else:
+                _, offloaded_bytes = self._place_inputs(call, is_kept)
             kept_bytes += _total_bytes(call, held_bytes, work) - offloaded_bytes
             if not offloaded_bytes:  # already counted for the stretch
                 kept_bytes -= call.stretch_bytes * parts
-            if call.name is None:
+            if call.name is None:  # outside of units: autograd's own graph, never recomputed
                 kept_bytes += call.saved_bytes * parts
                 temporary_bytes = max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts
                 peak_bytes = max(peak_bytes, kept_bytes + temporary_bytes)
                 continue
-            if not call.is_cut:
+            if not call.is_cut:  # a chunk of the head has its backward at once
                 of_weights = max(0, call.backward_temporary_bytes - call.result_bytes - call.gradient_bytes)
                 results = parts * (2 * call.result_bytes + call.gradient_bytes)
                 peak_bytes = max(peak_bytes, kept_bytes + 2 * hidden + results + of_weights)
@@ -323,15 +339,18 @@ class StepMemory:
                 kept_bytes += call.saved_bytes * parts
                 if self._keeps_results(number, kept, offloaded):
                     kept_bytes += call.result_bytes * parts
-            joined = 2 * parts if parts > 1 else 0
+            joined = 2 * parts if parts > 1 else 0  # parts, and the whole they are copied into
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
-            graph = call.saved_bytes if is_kept else 0
-            backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
+            backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes
+            if is_kept:  # measured with a graph made in the backward
+                backward -= call.saved_bytes
             if is_offloaded:  # offloaded after the forward; prefetched during the backward of another graph
                 forward += call.saved_bytes
                 backward += call.input_bytes + self._graph_bytes(call) // parts
-            elif self._place_inputs(call, is_kept)[1]:  # with overlap, the next part or use is fetched ahead
-                backward += (2 if self.plan.overlap else min(2, parts)) * call.input_bytes
+            elif self._place_inputs(call, is_kept)[1]:
+                # With overlap, the next part or use is fetched ahead.
+                num_inputs = 2 if self.plan.overlap else min(2, parts)
+                backward += num_inputs * call.input_bytes
             if self.settings.compile == "always" and call.is_block:  # a compiled backward creates all gradients at once
                 regions = [region for region in self._regions if region.trainable and call.name in region.units]
                 backward += sum(region.weight_bytes for region in regions)
@@ -363,7 +382,9 @@ class StepMemory:
         passes, parts = 2 * self.settings.optimizer.num_directions, work.num_micro_batches
         first = next((call for call in work.calls if call.name is not None), None)
         embedding_bytes = 0 if first is None or first.is_block else first.result_bytes
-        input_bytes = result_bytes = staying_bytes = peak_bytes = num_blocks = 0
+        input_bytes = result_bytes = 0
+        staying_bytes = peak_bytes = 0
+        num_blocks = 0
         for _, call in self._calls():
             staying_bytes += _total_bytes(call, call.staying_bytes, work)
             if call.name is None:
@@ -396,7 +417,7 @@ class StepMemory:
             lasts = not region.trainable or gradient_lasts(region, self._resident) or region in self._in_row_blocks
             is_repeated = any(uses[name] > 1 for name in region.units)
             in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
-            if not lasts and (is_repeated or in_pieces):
+            if not lasts and (is_repeated or in_pieces):  # the plan itself counts sums that always last
                 num_bytes += 4 * region.numel
         return num_bytes
 

@@ -70,15 +70,16 @@ class OpCounter(WatchingMode):
         """Create a counter. `fuses_dropout`: attention with dropout is one fused kernel too, as on GPUs."""
         super().__init__()
         self._fuses_dropout = fuses_dropout
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
         self.cost = NO_COST
         self.causal_share = 1.0
         """Computed share of causal attention."""
         self.products: ProductsForward | None = None
         """Forward with kept outputs of products, if one runs: fused attention is a product too."""
         self._own: dict[int, int] = {}  # storage address -> bytes
-        self._others: dict[int, Any] = {}
-        self._values: Any = WeakIdKeyDictionary()
+        self._others: dict[int, Any] = {}  # from outside: a result over one of them, such as a view, is not new
+        self._values: Any = WeakIdKeyDictionary()  # by identity: tensors have no other equality
 
     @contextmanager
     def watching(self) -> Iterator[OpCounter]:
@@ -123,7 +124,8 @@ class OpCounter(WatchingMode):
                 self._remember(self._own, tensor, key, num_bytes)
                 self.live_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                fresh_bytes += num_bytes if num_bytes >= _FRESH_BYTES else 0
+                if num_bytes >= _FRESH_BYTES:
+                    fresh_bytes += num_bytes
         if fresh_bytes:
             self.cost += replace(NO_COST, fresh_bytes=fresh_bytes)
         if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
@@ -133,14 +135,19 @@ class OpCounter(WatchingMode):
                 inputs = inputs[1:]
             num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
             flops = _flops(func, args, kwargs, result)
-            fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
-            self.cost += Cost(flops, num_bytes, 1, fp8_flops=fp8_flops) if flops else Cost(0.0, 0.0, 1, num_bytes)
+            if flops:
+                fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
+                self.cost += Cost(flops, num_bytes, 1, fp8_flops=fp8_flops)
+            else:
+                self.cost += Cost(0.0, 0.0, 1, num_bytes)
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 
     def attend(self, compute: Callable[[], Any]) -> Any:
         """Return the outputs of fused attention: computed, or kept ones."""
-        return compute() if self.products is None else self.products.tape.product(_Attention, compute)
+        if self.products is None:
+            return compute()
+        return self.products.tape.product(_Attention, compute)
 
     def _remember(self, storages: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
         storages[key] = num_bytes
@@ -148,7 +155,7 @@ class OpCounter(WatchingMode):
         def forget() -> None:
             self.live_bytes -= storages.pop(key)
 
-        weakref.finalize(tensor.untyped_storage(), forget).atexit = False
+        weakref.finalize(tensor.untyped_storage(), forget).atexit = False  # at the exit nothing is counted any more
 
     def _known_value(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._values.get(tensor)
@@ -181,17 +188,20 @@ class _FusedAttention(TorchFunctionMode):
 
     def __init__(self, counter: OpCounter, fuses_dropout: bool) -> None:
         super().__init__()
-        self._counter, self._fuses_dropout = counter, fuses_dropout
+        self._counter = counter
+        self._fuses_dropout = fuses_dropout
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             arguments = _signature.bind_partial(*args, **kwargs).arguments
             if self._fuses_dropout or not arguments.get("dropout_p"):
-                # A causal kernel skips the upper triangle, unless a mask is given.
-                is_half = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
                 tensors = arguments["query"], arguments["key"], arguments["value"]
-                return _Attention.apply(*tensors, self._counter, self._counter.causal_share / 2 if is_half else 1.0)
+                share = 1.0
+                # A causal kernel skips the upper triangle, unless a mask is given.
+                if arguments.get("is_causal", False) and arguments.get("attn_mask") is None:
+                    share = self._counter.causal_share / 2
+                return _Attention.apply(*tensors, self._counter, share)
         return func(*args, **kwargs)
 
 
@@ -227,7 +237,9 @@ class _Attention(torch.autograd.Function):
 
         result, sums = counter.attend(compute)
         ctx.save_for_backward(query, key, value, result, sums)
-        ctx.counter, ctx.share, ctx.shapes = counter, share, shapes
+        ctx.counter = counter
+        ctx.share = share
+        ctx.shapes = shapes
         return result
 
     @staticmethod

@@ -35,12 +35,15 @@ from offload.tiers.host import Arena
 _SIZES = (512, 4096)
 """Matrix sizes. A GPU needs a large one for full speed; on a CPU a large one takes seconds."""
 _LINK_BYTES = 1 << 25
+"""Size of a copy over the link to an accelerator."""
 _MOST_RANDOM = 1 << 20
 """Random numbers to draw. Longer tensors repeat them."""
 _LONG_S = 0.05
 """Time limit in seconds: larger products predicted to exceed the limit are skipped, and slow measurements run twice."""
-_ATTENTION_TOKENS, _ATTENTION_HEADS, _ATTENTION_WIDTH = (256, 4096), 16, 128
-"""Sequence lengths, heads and head size for attention. The long sequence is for a GPU."""
+_ATTENTION_TOKENS = (256, 4096)
+"""Sequence lengths for attention. The long one is for a GPU."""
+_ATTENTION_HEADS = 16
+_ATTENTION_WIDTH = 128
 _NUM_LAUNCHES = 256
 """Small enough for the launch queue of a device."""
 _ROOFLINE_PLANES = 3
@@ -57,6 +60,7 @@ def link_bytes_per_second(accelerator: Accelerator, *directions: str) -> float:
         on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
         ends = (on_device, on_host) if direction == "h2d" else (on_host, on_device)
+        # A stream for each direction: in one, the copies would run one after the other.
         sides.append((accelerator.module.Stream(accelerator.device), *ends))
 
     def run() -> None:
@@ -92,7 +96,7 @@ def fresh_bytes_per_second(num_bytes: int) -> float:
     kept = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     fresh_s = _best_seconds(lambda: torch.empty(num_bytes, dtype=torch.uint8, device="cpu").fill_(1))
     filling_s = _best_seconds(lambda: kept.fill_(1))
-    return num_bytes / max(fresh_s - filling_s, 1e-6)
+    return num_bytes / max(fresh_s - filling_s, 1e-6)  # a difference of two measurements may be negative
 
 
 def moved_bytes_per_second(device: torch.device, num_bytes: int) -> float:
@@ -101,6 +105,7 @@ def moved_bytes_per_second(device: torch.device, num_bytes: int) -> float:
     The kernels are those of a block: a product, a cast to another width and back, and a product of transposed heads
     with a broadcast, as in rotary embeddings. `num_bytes`: memory to use.
     """
+    # The precision in use there, and the other one of a cast.
     dtype, other = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
     tokens = max(1, num_bytes // ((3 * dtype.itemsize + other.itemsize) * _ATTENTION_HEADS * _ATTENTION_WIDTH))
     shape = tokens, _ATTENTION_HEADS, _ATTENTION_WIDTH
@@ -145,7 +150,7 @@ def launch_seconds(device: torch.device) -> float:
     try:
         return _best_seconds(run) / _NUM_LAUNCHES
     finally:
-        _wait(device)
+        _wait(device)  # outside of the measured time, and before the next measurement
 
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
@@ -203,7 +208,7 @@ def _best_seconds(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
         run()
         best = min(best, time.perf_counter() - begin)
-        if number and time.perf_counter() - start > _LONG_S:
+        if number and time.perf_counter() - start > _LONG_S:  # the first run also loads code and memory
             break
     return best
 
@@ -266,10 +271,13 @@ def probe(
 
     Raises ConfigError for an unusable folder, DoesNotFitError for a full one, and DiskError.
     """
-    accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
-    folder, key = _user_cache() if cache_dir is None else cache_dir, _machine_key(accelerator)
+    accelerator = own_accelerator(device)
+    places = check_dirs(dirs) if dirs else []
+    folder = _user_cache() if cache_dir is None else cache_dir
+    key = _machine_key(accelerator)
 
     def rates_of(key: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
+        # Rates of other measuring code are other rates. Through JSON, because the key is compared with one from a file.
         key = json.loads(json.dumps({"code": hash_paths([Path(__file__)]), "sizes": asdict(sizes), **key}))
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = None if folder is None else folder / f"rates-{digest[:16]}.json"
@@ -296,14 +304,20 @@ def probe(
     source = f"measured on {rates.pop('day')}"
     if accelerator is not None and multiplies_fp8(accelerator.device.type) and not accelerator.lacks_fp8:
         rates["flops_per_s"] = {**rates["flops_per_s"], FP8: FP8_GAIN * rates["flops_per_s"]["bf16"]}
-    device_properties = key["cpu"] if accelerator is None else accelerator.describe()
+    properties, num_devices = key["cpu"], 1
+    device_bytes: int | None = None
+    if accelerator is not None:
+        properties = accelerator.describe()
+        num_devices = max(1, len(accelerators()))
+        device_bytes = accelerator.free_bytes
+    disk_bytes = sum(disks.values()) if places else None
     return Hardware(
-        name=device_properties.get("name") or device_properties["machine"],
+        name=properties.get("name") or properties["machine"],
         device=device_of(accelerator).type,
-        num_devices=max(1, len(accelerators())) if accelerator is not None else 1,
-        device_bytes=None if accelerator is None else accelerator.free_bytes,
+        num_devices=num_devices,
+        device_bytes=device_bytes,
         host_bytes=free,
-        disk_bytes=sum(disks.values()) if places else None,
+        disk_bytes=disk_bytes,
         endurance_bytes=None,
         shares_memory=accelerator is not None and accelerator.is_integrated,
         rates=Rates(**rates),
@@ -355,8 +369,10 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
     room = tightest_limit(memory_limits()).free_bytes // 8
     host = host_bytes_per_second(min(room, sizes.core_bytes * (psutil.cpu_count() or 1)))
     if accelerator is None:
+        # A copy has a source and a target, so two of them take four times the bytes.
         up = down = copy_bytes_per_second(1, min(room // 2, sizes.link_bytes))
-        both, memory = copy_bytes_per_second(2, min(room // 4, sizes.link_bytes)), host
+        both = copy_bytes_per_second(2, min(room // 4, sizes.link_bytes))
+        memory = host
         num_bytes = min(room, sizes.core_bytes)
     else:
         up, down, both = (
@@ -364,10 +380,10 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         )
         num_bytes = min(accelerator.free_bytes // 8, sizes.device_bytes)
         memory = device_bytes_per_second(device, num_bytes)
-    return {
+    rates: dict[str, Any] = {
         "h2d_bytes_per_s": up,
         "d2h_bytes_per_s": down,
-        "both_ways_bytes_per_s": max(up, down, both),
+        "both_ways_bytes_per_s": max(up, down, both),  # two directions are no slower than one
         **{
             rate: {name: measure(device, dtype) for name, dtype in _PRECISIONS.items()}
             for rate, measure in _FLOPS.items()
@@ -376,8 +392,10 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         "moved_bytes_per_s": moved_bytes_per_second(device, num_bytes),
         "host_bytes_per_s": host,
         "launch_s": launch_seconds(device),
-        **({"fresh_bytes_per_s": fresh_bytes_per_second(min(room, _FRESH_BYTES))} if accelerator is None else {}),
     }
+    if accelerator is None:
+        rates["fresh_bytes_per_s"] = fresh_bytes_per_second(min(room, _FRESH_BYTES))
+    return rates
 
 
 def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
@@ -396,8 +414,9 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
             begin = time.perf_counter()
             move = engine.write if is_write else engine.read
             wait_for_all([move(file, 0, block[: stop // 8]) for file in files])
-            for file in files if is_write else ():
-                file.sync()
+            if is_write:  # without this, the page cache or the disk's own memory may take the data
+                for file in files:
+                    file.sync()
             return time.perf_counter() - begin
 
         def seconds_both_ways(stop: int) -> float:

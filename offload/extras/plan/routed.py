@@ -58,6 +58,7 @@ def routed_experts(structure: Structure, workload: Workload) -> dict[str, Routed
     for experts in (unit for unit in structure.candidates if unit.records):
         block = next(u.name for u in structure.candidates if u.is_block and experts.name.startswith(f"{u.name}."))
         records = plans[experts.name].records
+        # A record is missed if each token misses each of its experts.
         misses = _miss_probability(experts) ** (_tokens(workload) * _num_experts(experts) / len(records))
         num_hit = math.ceil(len(records) * (1 - misses))
         hit, missed = (
@@ -95,6 +96,7 @@ def describe_experts(structure: Structure, workload: Workload) -> str:
     layer_bytes, num_experts = sum(region.weight_bytes for region in plan.regions), _num_experts(experts)
     tokens, miss = round(_tokens(workload)), _miss_probability(experts)
     hit = num_experts * (1 - miss ** _tokens(workload))
+    # The tokens n with 1 - miss^n = _SURE.
     min_tokens = math.ceil(math.log(1 - _SURE) / math.log(miss)) if miss else 1
     saves = "no bytes are saved" if tokens >= min_tokens else f"{1 - hit / num_experts:.0%} of their bytes are saved"
     return (

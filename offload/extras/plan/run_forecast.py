@@ -24,7 +24,7 @@ from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.planning.machines import ThisMachine
 
-_UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
+_UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)  # any: a forecast without times reads none
 _MUCH_FASTER = 0.5
 """Relative step time in another precision that justifies a note."""
 
@@ -49,7 +49,7 @@ def forecast_run(
     except LookupError:
         hardware, is_measured = _with_network(network, _placeholder_hardware(machine)), False
     prediction = forecaster.predict(config, hardware, times=is_measured)
-    if has_open_placement(prediction) and not is_measured:
+    if has_open_placement(prediction) and not is_measured:  # memory alone may have decided: all on the device
         say("measuring this machine once, to choose where to store the states ...")
         prediction = forecaster.predict(config, _with_network(network, this_hardware(config)))
     prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
@@ -94,11 +94,12 @@ def note_slow_precision(forecaster: Forecaster, prediction: Forecast) -> Iterato
 def _placeholder_hardware(machine: ThisMachine) -> Hardware:
     """Return this machine with placeholder rates."""
     accelerator = machine.accelerator
+    device_bytes = None if accelerator is None else accelerator.free_bytes
     return Hardware(
         name="this machine",
         device=machine.device.partition(":")[0],
         num_devices=None,
-        device_bytes=None if accelerator is None else accelerator.free_bytes,
+        device_bytes=device_bytes,
         host_bytes=tightest_limit(memory_limits()).free_bytes,
         disk_bytes=None,
         endurance_bytes=None,
@@ -148,6 +149,8 @@ def describe_forecast(prediction: Forecast) -> str:
 
 def describe_hiding(timing: Timing) -> str:
     """Return a sentence about the token count needed to hide transfers behind compute; empty if no count is enough."""
-    tokens = round(timing.tokens_per_second * timing.step_seconds)
     least = timing.hides_from_tokens
-    return "" if least is None else f"compute hides transfers above {least:,} tokens a step; this step has {tokens:,}"
+    if least is None:
+        return ""
+    tokens = round(timing.tokens_per_second * timing.step_seconds)
+    return f"compute hides transfers above {least:,} tokens a step; this step has {tokens:,}"

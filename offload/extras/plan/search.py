@@ -68,7 +68,7 @@ def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | Non
         open_ones = [
             (bound, number, is_planned)
             for number, (bound, is_planned) in bounds.items()
-            if (bound <= limit if number < chosen else (1 + MIN_GAIN) * bound < best)
+            if (number < chosen and bound <= limit) or (number > chosen and (1 + MIN_GAIN) * bound < best)
         ]
         if not open_ones:
             return candidates[chosen] if step_times else None
@@ -89,28 +89,30 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
     over all. Clipping changes the numerical result, so `clip` is left to the engine.
     """
     placement, has_disk = settings.placement, settings.placement.nvme_dir is not None
-    activation_tiers = ("auto", HOST, DISK) if has_disk else ("auto", HOST)
-    replica_counts: Sequence[int | str] = (settings.replicas,)
+    activation_tiers = ("auto", HOST, DISK) if has_disk else ("auto", HOST)  # auto is the device
+    replica_counts: list[int | str] = [settings.replicas]
     if settings.replicas == "auto" and num_machines > 1:
-        is_plain = settings.link_gradients == EXACT.name and settings.replica_states == "whole"
-        replica_counts = (num_machines, 1) if is_plain else (num_machines,)
-    shapes = [
-        (replicas, stage)
-        for replicas in replica_counts
-        for stage in (range(settings.zero_stage + 1) if num_ranks not in (1, replicas) else (settings.zero_stage,))
-    ]
+        replica_counts = [num_machines]
+        # Shared states need several replicas, and quantized gradients none that spans machines.
+        if settings.link_gradients == EXACT.name and settings.replica_states == "whole":
+            replica_counts.append(1)
+    shapes: list[tuple[int | str, int]] = []
+    for replicas in replica_counts:
+        first = settings.zero_stage if num_ranks in (1, replicas) else 0  # one rank a replica shards nothing
+        shapes += [(replicas, stage) for stage in range(first, settings.zero_stage + 1)]
+    states_tiers = _FILES if placement.parameters == "files" else STATES
     seen: set[str] = set()
-    for (replicas, stage), (parameters, states) in itertools.product(
-        shapes, _FILES if placement.parameters == "files" else STATES
-    ):
+    for (replicas, stage), (parameters, states) in itertools.product(shapes, states_tiers):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
+        gradient_tiers: Sequence[str] = (placement.gradients,)
+        if has_disk and states == DISK:  # gradients can follow optimizer states to disk
+            gradient_tiers = _choices(placement.gradients, HOST, DISK)
         for gradients, activations, update, recompute in itertools.product(
-            # Gradients can follow optimizer states to disk. The activation tier "auto" is the device.
-            (HOST, DISK) if has_disk and states == DISK and placement.gradients == "auto" else (placement.gradients,),
-            activation_tiers if placement.activations == "auto" else (placement.activations,),
+            gradient_tiers,
+            _choices(placement.activations, *activation_tiers),
             _updates(settings, parameters, states),
-            _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
+            _choices(settings.recompute, *_RECOMPUTE),
         ):
             tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
             options = {"update": update, "recompute": recompute, "zero_stage": stage, "replicas": replicas}
@@ -118,9 +120,14 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
                 candidate = replace(settings, placement=replace(placement, **tiers), **options)  # type: ignore[arg-type]
             except ConfigError:  # invalid combination
                 continue
-            if repr(candidate) not in seen:
+            if repr(candidate) not in seen:  # several choices may give the same settings
                 seen.add(repr(candidate))
                 yield candidate
+
+
+def _choices(value: str, *choices: str) -> Sequence[str]:
+    """Return the choices for an option set to "auto", or its own value alone."""
+    return choices if value == "auto" else (value,)
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
@@ -129,7 +136,7 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
     States split between device and host need updates on the device. States split between host and disk need a disk.
     """
     if states == "device":
-        return ("cpu" if settings.update == "auto" else settings.update,)
+        return _choices(settings.update, "cpu")
     places = [update for update in ("cpu", "both", "device") if settings.update in ("auto", update)]
     if states != "auto":
         places = [update for update in places if update != "both"]
@@ -137,23 +144,28 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
         places = [update for update in places if update == "cpu"]
     if states == "auto" and settings.placement.nvme_dir is None:
         places = [update for update in places if update != "cpu"]
-    return places if parameters != "auto" or settings.placement.nvme_dir is not None else ()
+    if parameters == "auto" and settings.placement.nvme_dir is None:
+        return ()
+    return places
 
 
 class PlacementCandidate:
     """Estimates for one candidate, from cheap bounds to a full simulation."""
 
     def __init__(self, settings: Settings, search: PlacementSearch) -> None:
-        self.settings, self._search = settings, search
-        self._hardware, self._regions = search.hardware, search.prepared.structure.regions
+        self.settings = settings
+        self._search = search
+        self._hardware = search.hardware
+        self._regions = search.prepared.structure.regions
         self._sharding = sharding_of(settings, search.ranks)
 
     @property
     def least_seconds(self) -> float:
         """Lower bound for the step time, from settings alone."""
         settings = self.settings
-        is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
-        return max(self._search.compute_s, self._update_bound(Residence(sharding=self._sharding)) if is_on_host else 0)
+        if settings.update != "cpu" or settings.placement.optimizer == "device":
+            return self._search.compute_s
+        return max(self._search.compute_s, self._update_bound(Residence(sharding=self._sharding)))
 
     def _update_bound(self, residence: Residence, backward_s: float = 0.0) -> float:
         """Return the lower bound for host updates, in seconds.
@@ -162,8 +174,10 @@ class PlacementCandidate:
         """
         settings, num_bytes = self.settings, host_update_bytes(self._regions, residence)
         waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
-        update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
-        return update + (backward_s if waits and num_bytes else 0.0)
+        seconds = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
+        if waits and num_bytes:
+            seconds += backward_s
+        return seconds
 
     @cached_property
     def step(self) -> PlannedStep | None:
@@ -177,7 +191,8 @@ class PlacementCandidate:
     @cached_property
     def fits(self) -> bool:
         """True if every tier has enough room."""
-        step, hardware, num_ranks = self.step, self._hardware, self._search.num_ranks
+        step, hardware = self.step, self._hardware
+        num_ranks = self._search.num_ranks
         if step is None:
             return False
         needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
@@ -201,8 +216,9 @@ class PlacementCandidate:
         The maximum over busy times of single lanes and over sequential dependencies: gradients arrive after the last
         forward and before the next one.
         """
-        assert self.step is not None
-        calls, seconds, residence = self.step.calls, self.step.seconds(), self.step.plan.residence
+        assert self.step is not None  # `fits` comes first
+        calls, seconds = self.step.calls, self.step.seconds()
+        residence = self.step.plan.residence
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
         sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
@@ -273,7 +289,8 @@ class PlacementSearch:
         if not settings.optimizer.has_gradients:
             return settings
         ranks = self.ranks
-        choices = placements(settings, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines)
+        num_ranks = ranks.size if cuts else 1  # one rank has no stage to choose
+        choices = placements(settings, num_ranks=num_ranks, num_machines=ranks.num_machines)
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             choices = (each for each in choices if each.update != "both")
         candidates = (PlacementCandidate(each, self) for each in choices)
@@ -308,7 +325,7 @@ class PlacementSearch:
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
         plan = step.simulated_plan()
         settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
-        key = repr((replace(plan, regions=(), settings=settings), calls))
+        key = repr((replace(plan, regions=(), settings=settings), calls))  # regions: long, and the same for all
         if key not in self._timings:
             self._timings[key] = step.simulate(_NUM_STEPS)
         return self._timings[key]

@@ -68,7 +68,9 @@ class _TimedLane(Lane):
     """Lane without work: a submission takes the duration of a transfer."""
 
     def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
-        self.name, self._lanes, self._seconds = name, lanes, seconds
+        self.name = name
+        self._lanes = lanes
+        self._seconds = seconds
 
     def submit(
         self,
@@ -92,9 +94,10 @@ class SimulatedLane(_TimedLane):
 
     def __init__(self, name: str, lanes: SimulatedLanes, link: str, seconds: Seconds) -> None:
         super().__init__(name, lanes, seconds)
-        self.link, self._overtakes = lanes.link(link), name == "h2d"
-        self._queue: deque[_WorkItem] = deque()
-        self._ready: list[tuple[int, _WorkItem]] = []
+        self.link = lanes.link(link)
+        self._overtakes = name == "h2d"
+        self._queue: deque[_WorkItem] = deque()  # in order; not used by a lane that overtakes
+        self._ready: list[tuple[int, _WorkItem]] = []  # a heap by submission order, for a lane that overtakes
         self._is_busy = False
 
     def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
@@ -127,17 +130,22 @@ class SimulatedLane(_TimedLane):
     def _next(self) -> _WorkItem | None:
         if self._overtakes:
             return heapq.heappop(self._ready)[1] if self._ready else None
-        return self._queue.popleft() if self._queue and not self._queue[0].num_left else None
+        if not self._queue or self._queue[0].num_left:
+            return None
+        return self._queue.popleft()
 
     def _start(self, time: float) -> None:
         if self._is_busy or (item := self._next()) is None:
             return
-        self._is_busy, link = True, self.link
-        begin = max(time, link.free_at)
+        self._is_busy = True
+        link, seconds = self.link, item.seconds
+        begin = max(time, link.free_at)  # another lane may use the link
         if link.name == COMPUTE and item.last is not None and item.last.end == time:
             self._lanes.expose(link.free_at, item.last)
-        seconds = item.seconds if link.device is None else link.device.seconds_of(begin, item.seconds)
-        item.ticket.begin, item.ticket.end = begin, begin + seconds
+        if link.device is not None:
+            seconds = link.device.seconds_of(begin, seconds)
+        item.ticket.begin = begin
+        item.ticket.end = begin + seconds
         link.free_at = item.ticket.end
         link.busy_s += seconds
         heapq.heappush(self._lanes.events, (item.ticket.end, item.number, self, item))
@@ -177,20 +185,27 @@ class SimulatedLanes(Lanes):
         meanwhile) and "here" (compute work on states). `inline`: compute does all copies and updates except disk I/O.
         `disk_share`: part of the time of a disk transfer in which no transfer in the other direction can run.
         """
-        self.now_s = self.compute_s = self.exchange_s = 0.0
+        self.now_s = 0.0
+        self.compute_s = 0.0  # of work on compute so far, waits for the network of replicas included
+        self.exchange_s = 0.0  # these waits
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
-        self._seconds, self._in_stream = seconds, in_stream
+        self._seconds = seconds
+        self._in_stream = in_stream
+
         self._links = {name: _Link(name) for name in LANES}
         if disk_share:
             self.link("nvme_read").device = self.link("nvme_write").device = _SharedDevice(disk_share)
         self.events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
         """Started work, as a heap by end time."""
         self.numbers = itertools.count(1)
+
+        # Of compute in a stream: what the next work waits for, and the last work.
         self._after: list[Ticket] = []
         self._last: Sequence[Ticket] = ()
-        super().__init__(overlap=not inline, throttle={})
+        super().__init__(overlap=not inline, throttle={})  # opens the lanes, over the links above
         self._compute = SimulatedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
-        self.on_compute, self.collective_on_compute = self._inline("here"), self._inline("collective")
+        self.on_compute = self._inline("here")
+        self.collective_on_compute = self._inline("collective")
         self.network_on_compute = self._inline("network")
 
     # -- lanes -----------------------------------------------------------------------------------------------
@@ -275,7 +290,7 @@ class SimulatedLanes(Lanes):
             while not ticket.is_done:
                 assert self.events, "nothing is under way, and what is waited for is not done"
                 self._end_next()
-        self.spend(0.0)
+        self.spend(0.0)  # ends all other work with the same end
         return max(late, key=lambda ticket: ticket.end, default=None)
 
     def finish(self) -> None:
@@ -286,7 +301,7 @@ class SimulatedLanes(Lanes):
     def spend(self, seconds: float) -> None:
         """Advance the host clock by `seconds`."""
         until = self.now_s + seconds
-        while self.events and self.events[0][0] <= until:
+        while self.events and self.events[0][0] <= until:  # one by one, because an end may start more work
             self._end_next()
         self.now_s = until
 
