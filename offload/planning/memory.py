@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -234,32 +234,9 @@ def plan_memory(
     """
     common = residence.common
     sharding = residence.sharding
-    in_files = residence.indices_on(FILES)
-
-    # Planes and factors of all regions.
-    totals: dict[tuple[str, str], int] = {}
     on_host = summed_regions(regions, units, passes, splits)
-    waits_for_norm = keeps_gradients or bool(on_host)  # an update needs the norm, and sums are complete at the end
-    for region in regions:
-        if region.index in in_files:  # read in place, through a ring below
-            continue
-        if region.index in on_host:
-            plane = region.plane("gradients")
-            key = common, plane.label
-            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
-        on_disk = residence.disk_bytes(region)
-        for plane in region.planes:
-            tier = residence.tier(region, plane)
-            has_no_plane = region.index in on_host or not waits_for_norm
-            if plane.state == "gradients" and tier != DISK and has_no_plane:
-                continue
-            key = tier, plane.label
-            num_bytes = on_disk[plane.name] if tier == DISK else sharding.plane_bytes(region, plane)
-            totals[key] = totals.get(key, 0) + num_bytes
-        for factor in region.factors:
-            key = common, factor.label
-            totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
-    plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
+    # An update needs the norm, and sums are complete at the end.
+    plan = _planes(regions, residence, on_host, waits=keeps_gradients or bool(on_host))
 
     # Gradients on their way, and rings of the disk.
     if (on_host or not keeps_gradients) and not num_directions:
@@ -308,6 +285,38 @@ def plan_memory(
     plan.append(Allocation(DEVICE, SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation(DEVICE, SCRATCH, scratch_bytes(regions, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]
+
+
+def _planes(
+    regions: Sequence[Region], residence: Residence, on_host: Collection[int], *, waits: bool
+) -> list[Allocation]:
+    """Return the planes and factors of all regions, by tier and label.
+
+    on_host: indices of the regions whose gradients accumulate there. waits: gradients wait for the end of a backward.
+    """
+    common, sharding = residence.common, residence.sharding
+    in_files = residence.indices_on(FILES)
+    totals: dict[tuple[str, str], int] = {}
+    for region in regions:
+        if region.index in in_files:  # read in place, through a ring
+            continue
+        if region.index in on_host:
+            plane = region.plane("gradients")
+            key = common, plane.label
+            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
+        on_disk = residence.disk_bytes(region)
+        for plane in region.planes:
+            tier = residence.tier(region, plane)
+            has_no_plane = region.index in on_host or not waits
+            if plane.state == "gradients" and tier != DISK and has_no_plane:
+                continue
+            key = tier, plane.label
+            num_bytes = on_disk[plane.name] if tier == DISK else sharding.plane_bytes(region, plane)
+            totals[key] = totals.get(key, 0) + num_bytes
+        for factor in region.factors:
+            key = common, factor.label
+            totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
+    return [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
 
 
 def waits_on_disk(region: Region, residence: Residence) -> bool:

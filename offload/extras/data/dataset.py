@@ -14,7 +14,7 @@ from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.extras.data.encoder import Encoder
 from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
-from offload.extras.data.packing import IGNORE, Layout
+from offload.extras.data.packing import IGNORE, Layout, Rows
 from offload.extras.data.picture_encoder import PictureInputs
 from offload.extras.data.prepare import prepare
 from offload.extras.data.row_source import RowSource
@@ -396,13 +396,7 @@ def build_dataset(
     _check_disjoint(training, evaluation)
     row_sources = [*training, *evaluation]
     _check_pairs(row_sources, pairs=pairs)
-    with_pictures = next((each for each in row_sources if each.has_pictures), None)
-    if with_pictures is not None and no_pictures:
-        raise ConfigError(f"{with_pictures} has pictures, and {no_pictures}")
-    with_answers = next((each for each in row_sources if each.may_mask), None)
-    if with_answers is not None and no_answers and not train_on_prompt:
-        formats = ", ".join(sorted(with_answers.formats))
-        raise ConfigError(f"{with_answers} has the format {formats}, and {no_answers}")
+    _check_kinds(row_sources, no_pictures, "" if train_on_prompt else no_answers)
     cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
     report = progress or (lambda *_: None)
     encoder = Encoder.open(
@@ -415,14 +409,11 @@ def build_dataset(
         progress=report,
     )
     loaded = encoder.tokenizer
-    # Any valid id will do: padding has no target, and no token of a document sees it.
-    pad_id = next(
-        (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
-    )
+    pad_id = _padding_of(loaded)
     if isolated is None:
         isolated = any(each.has_chats for each in training)
     layout: Layout = "isolated" if packing and isolated else packing
-    if with_pictures:  # picture tokens are not cut
+    if any(each.has_pictures for each in row_sources):  # picture tokens are not cut
         layout = False
     laid_out = []
     for name, each in zip(names_of([*sources, *eval_sources]), row_sources, strict=True):
@@ -434,17 +425,13 @@ def build_dataset(
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     trained, evaluated = laid_out[: len(training)], laid_out[len(training) :]
     parts = [each.train for each in trained]
-    group = parts[0].group
-    numbers = [part.num_rows // group for part in parts]
-    # In pairs first, so a quota never cuts a preference in two.
-    shares = [group * each for each in quotas(numbers, [each.weight for each in sources], stopping_strategy)]
     held_out = [each.eval for each in trained]
     return Dataset(
-        Mixture.of(parts, shares),
+        _mix(parts, [each.weight for each in sources], stopping_strategy),
         # An empty set keeps the layout, for a data set without held-out rows.
         Mixture.of([rows for rows in held_out if rows.num_rows] or held_out[:1]),
         loaded,
-        batch_size * group,
+        batch_size * parts[0].group,
         seed,
         tuple(notes),
         tuple(trained),
@@ -500,6 +487,31 @@ def _check_pairs(sources: Sequence[RowSource], *, pairs: bool) -> None:
         formats, method = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
         fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
         raise ConfigError(f"{other} has the format {formats}, and train.method {method}: {fix}.")
+
+
+def _check_kinds(sources: Sequence[RowSource], no_pictures: str, no_answers: str) -> None:
+    """Raise ConfigError for rows with pictures, or with a prompt and an answer, that a reason speaks against."""
+    with_pictures = next((each for each in sources if each.has_pictures), None)
+    if with_pictures is not None and no_pictures:
+        raise ConfigError(f"{with_pictures} has pictures, and {no_pictures}")
+    with_answers = next((each for each in sources if each.may_mask), None)
+    if with_answers is not None and no_answers:
+        formats = ", ".join(sorted(with_answers.formats))
+        raise ConfigError(f"{with_answers} has the format {formats}, and {no_answers}")
+
+
+def _mix(parts: Sequence[Rows], weights: Sequence[float | None], strategy: StoppingStrategy) -> RowSet:
+    """Return the rows of all sources together, by their weights."""
+    group = parts[0].group
+    # In pairs first, so a quota never cuts a preference in two.
+    numbers = [part.num_rows // group for part in parts]
+    return Mixture.of(parts, [group * each for each in quotas(numbers, weights, strategy)])
+
+
+def _padding_of(tokenizer: object) -> int:
+    """Return the token id for padding. Any valid id will do: padding has no target, and no other token sees it."""
+    ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None))
+    return next((each for each in ids if each is not None), 0)
 
 
 def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:
