@@ -77,7 +77,9 @@ class MergedWeights:
             if not self._modules[name]:
                 is_unchanged = self._trained_value(name) is None and name not in self._codecs
                 source = self._base.source(name) if is_unchanged else None
-                return self._current_value(name).reshape(-1)[begin:end] if source is None else source.read(begin, end)
+                if source is not None:
+                    return source.read(begin, end)
+                return self._current_value(name).reshape(-1)[begin:end]
             self._merged_values = self._merge(self._modules[name])
         return self._merged_values[name].reshape(-1)[begin:end]
 

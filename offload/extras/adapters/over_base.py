@@ -152,7 +152,9 @@ class AdapterOverBase(TrainablePart):
         """Return the architecture of the base, located again for a resumed run: the checkpoint lacks the base."""
         first = next(iter(start.folders), None)
         section = start.config.model
-        return load_model_config(section) if first is None else load_base_config(section, start.base, first)
+        if first is None:
+            return load_model_config(section)
+        return load_base_config(section, start.base, first)
 
     @classmethod
     def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> AdapterOverBase:
@@ -161,9 +163,11 @@ class AdapterOverBase(TrainablePart):
         Raises ConfigError, also for another base than in the checkpoint; MissingLibraryError.
         """
         base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
-        if first is not None:
+        if first is None:
+            adaptation = Adaptation.of(config.lora, kind.name)
+        else:
             base.check(start.base, first)
-        adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.from_checkpoint(first)
+            adaptation = Adaptation.from_checkpoint(first)
         rests = config.offload.frozen_weights, config.offload.parameters
         return cls(adaptation, base, config.run.seed, str(config.train.precision), *rests)
 
@@ -227,8 +231,11 @@ class AdapterOverBase(TrainablePart):
             ) from error
         # As in training: the loaded model must have the rounded base of the run.
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
-        for parameter in model.parameters():  # a module trained as a copy has the base dtype
-            parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
+        for parameter in model.parameters():
+            value = parameter.detach()
+            if parameter.requires_grad:  # a module trained as a copy has the base dtype
+                value = value.float()
+            parameter.data = value
         set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
         # The folder's adapter stands over the original base, and the run's over the reduced one.
         removed_by_id = {
@@ -236,10 +243,13 @@ class AdapterOverBase(TrainablePart):
         }
         for info, parameter in zip(infos, model.parameters(), strict=True):  # use the values from the run
             removed, value = removed_by_id.get(id(parameter)), parameter.detach()
-            value = value if removed is None else removed.subtract_from(value)
+            if removed is not None:
+                value = removed.subtract_from(value)
             master = master_of(info, value).to(torch.float32).reshape(-1)
             value = as_computed(info, master).view(parameter.shape)
-            parameter.data = value if removed is None else (value + removed.product()).to(value.dtype)
+            if removed is not None:
+                value = (value + removed.product()).to(value.dtype)
+            parameter.data = value
         return model
 
     def _reduced_weights(self, model: Any) -> Iterator[tuple[str, RemovedProduct]]:

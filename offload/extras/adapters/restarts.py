@@ -159,7 +159,9 @@ class RestartingAdapter(AdapterOverBase):
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base. Raises ConfigError for an adapted weight stored quantized."""
         adapted = super().prepare(built)
-        for name in LoraLayers(adapted.model).weights if adapted.quantized else ():
+        if not adapted.quantized:
+            return adapted
+        for name in LoraLayers(adapted.model).weights:
             if (codec := adapted.quantized.get(adapted.model.get_parameter(name))) is not None:
                 raise ConfigError(
                     f"lora.restart_every is {self.section.restart_every}, but {name} is quantized in the model's "

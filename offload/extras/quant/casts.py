@@ -45,7 +45,9 @@ def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4
         launches = _find_launches(matrix, by_row, dtype)
         if launches is not None:
             return _launch(launches, matrix.contiguous(), by_row, dtype)
-    return (_in_plan if matrix.is_meta else _by_operations)(matrix, by_row, dtype)
+    if matrix.is_meta:
+        return _in_plan(matrix, by_row, dtype)
+    return _by_operations(matrix, by_row, dtype)
 
 
 def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:

@@ -103,7 +103,9 @@ class Int8Codec(IntegerCodec):
             records.copy_(self._records(piece.float() if below is None else join(piece, below)))
 
     def _records(self, values: Tensor) -> Tensor:
-        return kernels.encode_int8(values) if kernels.have_kernels(values) else super()._records(values)
+        if kernels.have_kernels(values):
+            return kernels.encode_int8(values)
+        return super()._records(values)
 
     def _codes(self, numbers: Tensor) -> Tensor:
         return numbers.view(torch.uint8)

@@ -294,7 +294,7 @@ class BitsAndBytes(TensorFormat):
 
     def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, state = tensors[".weight"], json.loads(bytes(tensors[self.marker].value().tolist()))
-        shape = tuple(state["shape"])
+        shape = tuple(state["shape"])  # the codes themselves are stored in one column
         # bitsandbytes dequantizes into the dtype of the state, then transformers casts to the model's.
         rounds = rounding(getattr(torch, state["dtype"]), dtype)
         sizes = state["blocksize"], state.get("nested_blocksize", 256)
@@ -380,7 +380,7 @@ class CompressedTensors(TensorFormat):
                 f"{numbers.label} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds
             )
         codes, shape = tensors[".weight_packed"], tuple(tensors[".weight_shape"].value().tolist())
-        bits = 32 * codes.shape[-1] // shape[-1]
+        bits = 32 * codes.shape[-1] // shape[-1]  # codes are packed along a row, into words of 32 bits
         if shape[-1] % 8 or bits not in (4, 8):
             raise _unsupported_error(
                 codes,
@@ -453,27 +453,28 @@ def _assemble_grid(
         raise _unsupported_error(scales, f"has dtype {scales.dtype}, where only floating-point scales are supported")
     rows, width = math.prod(shape[:-1]), shape[-1]
     is_per_matrix = math.prod(scales.shape) == 1
-    grid = (1, 1) if is_per_matrix else (math.prod(scales.shape[:-1]), scales.shape[-1])
-    tile = (_ROWS, width) if is_per_matrix else (rows // grid[0], width // grid[1])
-    if block and not is_per_matrix and (-(-rows // block[0]), -(-width // block[1])) == grid:
+    grid = math.prod(scales.shape[:-1]), scales.shape[-1]
+    if is_per_matrix:
+        tile = _ROWS, width
+    elif block and _grid(shape, block) == grid:
         tile = block[0], block[1]
-    elif not is_per_matrix and (rows % grid[0] or width % grid[1]):
+    elif rows % grid[0] or width % grid[1]:
         raise _unsupported_error(
             scales,
             f"has shape {list(scales.shape)} for a weight of shape {list(shape)}, not one for each of equal blocks",
         )
+    else:
+        tile = rows // grid[0], width // grid[1]
     # A tile over two experts of a stack would mix their scales.
     if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
         raise _unsupported_error(
             codes, f"has shape {list(shape)}, where only an even width and whole blocks in each matrix are supported"
         )
-    record = tile[0] * -(-_ROWS // tile[0])
+    record = tile[0] * -(-_ROWS // tile[0])  # whole tiles of at least _ROWS rows
     codec_grid = TiledCodec(label, numbers, record, width, tile, scales.dtype, rounding(*rounds))
-    scale_part = (
-        SharedPart(scales.value().view(-1).view(torch.uint8))
-        if is_per_matrix
-        else RecordPart(scales, codec_grid.fields[0])
-    )
+    scale_part: RecordPart | SharedPart = RecordPart(scales, codec_grid.fields[0])
+    if is_per_matrix:
+        scale_part = SharedPart(scales.value().view(-1).view(torch.uint8))
     return shape, codec_grid, [scale_part, RecordPart(codes, codec_grid.fields[1])]
 
 

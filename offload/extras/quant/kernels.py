@@ -52,6 +52,7 @@ def decode(
         )
     if target < source + num_bytes and source < target + out.nbytes:
         threads = 1  # a second thread would write over records still unread by the first
+    # Addresses; 0: a codec without tables.
     tables = [0 if table is None else flat("tables", table, FP32)[0] for table in (levels, numbers)]
     _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
 
@@ -85,6 +86,7 @@ def encode_int8(
     """
     assert _core is not None
     _, block, width = _CODECS["int8"]
+    # With a low half, the weights are the high half.
     address, numel, is_bf16 = flat("weights", weights, FP32_OR_BF16 if low is None else BF16)
     below = 0 if low is None else flat("low", low, BITS16, numel)[0]
     num_bytes = -(-numel // block) * width

@@ -108,7 +108,9 @@ def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa
         return nn.functional.linear(input, weight, layer.bias)
     result = _Product.apply(tokens.reshape(-1, tokens.shape[-1]), weight, by_row)
     result = result.view(*tokens.shape[:-1], len(weight))
-    return result if layer.bias is None else result + layer.bias
+    if layer.bias is not None:
+        result = result + layer.bias
+    return result
 
 
 class Fp8Products(Stage):

@@ -7,7 +7,7 @@ a difference, both train again and are compared after each step, to locate the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -310,7 +310,10 @@ def _train_both(
         notes = list(_notes(config, run.engine))
         result = ParityResult(sides.num_ranks, str(run.config.train.precision), same_order, notes)
         # In one group the engine's steps follow each other as in a run, and updates overlap the next forward.
-        for group in [[step] for step in steps] if compares_each_step else [steps]:
+        groups: list[Sequence[int]] = [steps]
+        if compares_each_step:
+            groups = [[step] for step in steps]
+        for group in groups:
             done = []
             for step in group:
                 tell(f"step {step + 1}, offloaded", run.engine.amount)

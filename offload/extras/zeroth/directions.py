@@ -173,7 +173,9 @@ def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice)
 
     purpose = PURPOSE + _NEXT * direction
     z = normal(moments.words(used.numel(), of.key, of.step, purpose, of.element + piece.start, used.device))
-    return z if of.threshold == math.inf else z.masked_fill_((used.abs() <= of.threshold).logical_not_(), 0.0)
+    if of.threshold == math.inf:
+        return z
+    return z.masked_fill_((used.abs() <= of.threshold).logical_not_(), 0.0)  # not above: a NaN has no z either
 
 
 def _pieces(flat: torch.Tensor) -> list[slice]:

@@ -57,8 +57,9 @@ class PerturbedWeights:
         )
         self._lay_out()
         for unit in self._state.units:
-            for direction in range(self._rule.num_directions if unit.resident else 0):
-                self._fill(unit, direction, _SIDES * direction)
+            if unit.resident:
+                for direction in range(self._rule.num_directions):
+                    self._fill(unit, direction, _SIDES * direction)
 
     def enter(self, unit: Unit, number: int) -> None:
         """Install a unit's weights for pass `number` in the module."""
@@ -96,13 +97,15 @@ class PerturbedWeights:
         units = [unit for unit in self._state.units if any(region.trainable for region in unit.regions)]
         sizes = {unit: sum(region.weight_bytes for region in unit.regions if region.trainable) for unit in units}
         shared = max((size for unit, size in sizes.items() if not unit.resident), default=0)
-        begins, end = {}, _SIDES * shared
+        begins: dict[tuple[Unit, int], int] = {}
+        end = _SIDES * shared
         for unit in units:
-            num_places = _SIDES * (self._rule.num_directions if unit.resident else 1)
-            begin, step = (end, sizes[unit]) if unit.resident else (0, shared)
-            for place in range(num_places):
-                begins[unit, place] = begin + place * step
-            end += num_places * step if unit.resident else 0
+            if unit.resident:
+                places = range(end, end + _SIDES * self._rule.num_directions * sizes[unit], sizes[unit])
+                end = places.stop
+            else:
+                places = range(0, _SIDES * shared, shared)  # of the unit in use
+            begins |= {(unit, place): begin for place, begin in enumerate(places)}
         layout = frozenset(begins.items())
         if layout == self._layout:
             return

@@ -51,7 +51,9 @@ class SlotUpdates:
     def run(self, regions: Sequence[Region]) -> None:
         """Update the fetched weights of a unit and copy them to the host."""
         pending = [region for region in regions if region in self._updates]
-        for region, planes in self._slots.masters(regions).items() if pending else ():
+        if not pending:
+            return
+        for region, planes in self._slots.masters(regions).items():
             if region not in self._updates:
                 continue
             (tile,) = self._store.states[region].tiles  # one tile: neither on disk nor partitioned

@@ -215,9 +215,11 @@ def fio_command(
     }
     for path, direction in jobs[pattern]:
         command += [f"--name={direction}", f"--filename={path}", f"--rw={direction}"]
-        # The engines flush too, so both include the time until the data are on the disk.
-        command += ["--end_fsync=1"] if direction != "read" else []
-        command += [f"--io_size={2 * size}"] if direction == "rw" else []
+        if direction != "read":
+            # The engines flush too, so both include the time until the data are on the disk.
+            command.append("--end_fsync=1")
+        if direction == "rw":
+            command.append(f"--io_size={2 * size}")
     return command
 
 

@@ -150,9 +150,11 @@ def warm_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
 def lane_shares(fields: Mapping[str, Any]) -> tuple[LaneShare, ...]:
     """Return the lanes with busy or exposed time in a metrics.jsonl line, compute first."""
     lanes = fields.get("lanes")
+    if not isinstance(lanes, Mapping):  # a damaged line
+        return ()
     shares = [
         LaneShare(name, number(each, "busy_seconds") or 0.0, number(each, "exposed_seconds") or 0.0)
-        for name, each in (lanes.items() if isinstance(lanes, Mapping) else ())
+        for name, each in lanes.items()
     ]
     return tuple(
         sorted((each for each in shares if each.busy_s or each.exposed_s), key=lambda each: each.name != COMPUTE)

@@ -72,8 +72,9 @@ class RunView:
     def state(self) -> str:
         """Progress, as text."""
         num_done, num_requested = self.figures.num_steps, self.figures.num_asked
-        of = f" of {num_requested:,}" if num_requested is not None and num_requested != num_done else ""
-        progress = f"{num_done:,}{of} steps" if of else counted(num_done, "step")
+        progress = counted(num_done, "step")
+        if num_requested is not None and num_requested != num_done:
+            progress = f"{num_done:,} of {num_requested:,} steps"
         return progress + ("; still going" if self.run.is_running else "")
 
     @property
@@ -85,7 +86,9 @@ class RunView:
     def slowest(self) -> StepView | None:
         """The slowest step, compared to the median; None: the same step."""
         median, slowest = self.figures.median, self.figures.slowest
-        return None if median == slowest else _step_view("Slowest step", slowest, median)
+        if median == slowest:
+            return None
+        return _step_view("Slowest step", slowest, median)
 
     @property
     def lane_plan(self) -> Mapping[str, Any]:
@@ -190,14 +193,12 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     planned, rate = figures.planned, figures.tokens_per_second
     of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
     if rate is not None:
-        tiles.append(("tokens a second", count_text(rate), "" if of is None else f"plan {count_text(of)}"))
+        tiles.append(("tokens a second", count_text(rate), _planned(of, count_text)))
     if rate is not None and of and mfu is not None:  # FLOPs per token are equal
         tiles.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")
-        tiles.append(
-            ("median step", seconds_text(figures.median.seconds), "" if of is None else f"plan {seconds_text(of)}")
-        )
+        tiles.append(("median step", seconds_text(figures.median.seconds), _planned(of, seconds_text)))
     for tier in figures.tiers:
         if tier.name in ("device", "cpu") and tier.peak_bytes is not None:
             budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
@@ -205,19 +206,29 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     return tiles
 
 
+def _planned(value: float | None, text_of: Callable[[float], str]) -> str:
+    """Return the comparison with a planned value; empty: the plan has none."""
+    return "" if value is None else f"plan {text_of(value)}"
+
+
 def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = None) -> StepView | None:
     if step is None:
         return None
-    notes = [] if median is None else [_longer(step, median)]
+    notes: list[str] = []
+    lane_rows: tuple[Row, ...] = ()
+    if median is not None:
+        notes.append(_longer(step, median))
     if step.shown is None:
         notes.append("The trace has no step to show.")
-    elif step.shown.number != step.step:
-        notes.append(
-            f"The trace keeps only the first, the last and the slowest steps, without step {step.step}: the lanes "
-            f"shown are those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept step nearest "
-            "in time."
-        )
-    return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(notes))
+    else:
+        lane_rows = rows(step.shown)
+        if step.shown.number != step.step:
+            notes.append(
+                f"The trace keeps only the first, the last and the slowest steps, without step {step.step}: the lanes "
+                f"shown are those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept step "
+                "nearest in time."
+            )
+    return StepView(title, step, lane_rows, tuple(notes))
 
 
 def _longer(step: StepFigure, median: StepFigure) -> str:
@@ -231,12 +242,12 @@ def _longer(step: StepFigure, median: StepFigure) -> str:
 
 def _parts(step: StepFigure) -> dict[str, float]:
     """Return seconds by activity: compute, waiting per lane, and outside the engine."""
-    parts = {
-        "in compute" if lane.name == COMPUTE else f"waiting for {lane.name}": (
-            lane.busy_s if lane.name == COMPUTE else lane.exposed_s
-        )
-        for lane in step.lanes
-    }
+    parts: dict[str, float] = {}
+    for lane in step.lanes:
+        if lane.name == COMPUTE:
+            parts["in compute"] = lane.busy_s
+        else:
+            parts[f"waiting for {lane.name}"] = lane.exposed_s
     return parts | {"outside the engine": max(0.0, step.seconds - sum(parts.values()))}
 
 

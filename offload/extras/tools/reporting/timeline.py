@@ -53,7 +53,9 @@ def _gaps(spans: Sequence[TraceSpan], seconds: float) -> list[tuple[float, float
         if span.begin - now > _IDLE * seconds:
             gaps.append((now, span.begin))
         now = max(now, span.end)
-    return [*gaps, (now, seconds)] if seconds - now > _IDLE * seconds else gaps
+    if seconds - now > _IDLE * seconds:
+        gaps.append((now, seconds))
+    return gaps
 
 
 def _bars(spans: Sequence[TraceSpan], gaps: Sequence[tuple[float, float]], seconds: float) -> tuple[Bar, ...]:
@@ -101,4 +103,6 @@ def _cut(span: TraceSpan, gaps: Sequence[tuple[float, float]]) -> list[tuple[flo
                 parts.append((now, first, "hidden"))
             parts.append((first, last, "exposed"))
             now = last
-    return [*parts, (now, span.end, "hidden")] if now < span.end else parts
+    if now < span.end:
+        parts.append((now, span.end, "hidden"))
+    return parts
