@@ -95,9 +95,8 @@ class Adaptation:
     def from_folder(cls, folder: Path, label: str) -> Adaptation:
         """Return the adapter in a folder. Errors call the folder `label`. Raises ConfigError, MissingLibraryError."""
         _require_peft()
-        if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-            missing_file = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
-            problem = f"has no {missing_file}" if folder.is_dir() else "is no folder"
+        if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+            problem = f"has no {missing[0]}" if folder.is_dir() else "is no folder"
             raise ConfigError(f"{label} is {folder}, which {problem}: give the folder of an adapter as PEFT saves it.")
         config = _read_config(folder / CONFIG, label)
         if (init := str(getattr(config, "init_lora_weights", ""))) in ("corda", "lora_ga") or "niter" in init:

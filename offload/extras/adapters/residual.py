@@ -37,7 +37,9 @@ def subtract_products(built: BuiltModel, removed: Mapping[str, RemovedProduct]) 
 
     def source(name: str) -> Source | None:
         original = built.source(name)
-        return ResidualSource(original, removed[name]) if original is not None and name in removed else original
+        if original is None or name not in removed:
+            return original
+        return ResidualSource(original, removed[name])
 
     def fill(name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
         sources = dict(built.fill(name, module) or {})

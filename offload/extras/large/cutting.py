@@ -54,7 +54,8 @@ class RowCutting(Splitting):
                     owners.setdefault(index_of[id(parameter)], []).append((key, module))
         blocks: dict[nn.Module, RowBlocks] = {}
         whole: dict[str, str] = {}
-        for index, places in sorted(owners.items(), key=lambda item: -infos[item[0]].numel):  # as shown
+        # Largest first, as `description` shows them.
+        for index, places in sorted(owners.items(), key=lambda item: -infos[item[0]].numel):
             info = infos[index]
             num_bytes = info.numel * DTYPES[info.compute].itemsize
             if num_bytes <= share_bytes:

@@ -124,7 +124,7 @@ def _pack(message: _Message) -> torch.Tensor:
         head = pickle.dumps((message.value, metas))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise _refuse(f"an argument or a result of a block cannot be sent to another rank ({error})") from error
-    # The places in the head count from the first tensor: its own length is known only now.
+    # Places in the head count from the first tensor, because the length of the head is known only now.
     begin = -(-(8 + len(head)) // _ALIGNMENT) * _ALIGNMENT
     flat = torch.empty(begin + end, dtype=torch.uint8, device="cpu")
     flat[:8].view(torch.int64)[0] = len(head)
@@ -210,10 +210,13 @@ class _Pass:
 
     def __init__(self, dispatch: Dispatch, units: Sequence[Unit], is_forward: bool) -> None:
         self._dispatch = dispatch
-        self._is_forward = is_forward
-        self._direction = "forward" if is_forward else "backward"
         self._comm = dispatch.comm
-        self._units = list(units) if is_forward else list(reversed(units))
+        self._is_forward = is_forward
+        self._direction = "forward"
+        self._units = list(units)
+        if not is_forward:
+            self._direction = "backward"
+            self._units.reverse()
         self._owners = [dispatch.owner(unit) for unit in self._units]
         self._tick = 0
         self._next = 0  # number of this rank's next call
@@ -276,10 +279,14 @@ class _Pass:
         if to == source == self._comm.rank:
             self._dispatch.pairs.swap({}, (), label)  # other ranks expect this exchange in the order of all
             return message
-        sent = {to: _pack(message)} if to is not None and message is not None else {}
+        sent = dict[int, torch.Tensor]()
+        if to is not None and message is not None:
+            sent[to] = _pack(message)
         received = self._dispatch.pairs.swap(sent, () if source is None else [source], label)
         self._dispatch.sent_bytes += sum(map(len, sent.values()))
-        return None if source is None else _unpack(received[source], self._dispatch.device)
+        if source is None:
+            return None
+        return _unpack(received[source], self._dispatch.device)
 
 
 class Dispatch:

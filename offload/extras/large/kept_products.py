@@ -66,6 +66,7 @@ class _Recorder:
         leaves, structure = tree_flatten(result)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                # By storage: a write may go through a view.
                 self._places.setdefault(leaf.untyped_storage()._cdata, []).append(len(self.outputs))
                 self.outputs.append(leaf.detach())
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -147,6 +148,7 @@ def _kind(func: Any) -> tuple[bool, Sequence[_Place], Sequence[_Place]]:
     places = [(_Place(number, each.name), each) for number, each in enumerate(func._schema.arguments)]
     written = [place for place, each in places if each.alias_info is not None and each.alias_info.is_write]
     draws = [place for place, _ in places if place.name == "dropout_p"]
+    # A product into given memory (out=) makes no output to keep.
     return func.overloadpacket in _OPERATIONS and not written, written, draws
 
 

@@ -49,7 +49,7 @@ class RowBlocks:
         self.parameters = dict(parameters)
         self.blocks = tuple(blocks)
         self._borders = tuple(borders)
-        self._only_block: int | None = None
+        self._only_block: int | None = None  # set by a head that passes over the vocabulary block by block
         self.functions: Mapping[Any, Callable[..., torch.Tensor]] = {
             functional.linear: self.linear,
             functional.embedding: self.embedding,
@@ -112,7 +112,7 @@ class RowBlocks:
         sparse: bool = False,
     ) -> torch.Tensor:
         """Compute `functional.embedding` with the full weight. Raises ConfigError for options that couple rows."""
-        del norm_type
+        del norm_type  # read with max_norm alone
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ConfigError(
                 f"{self.name} is larger than the device memory per unit and must be split into row blocks, but its "

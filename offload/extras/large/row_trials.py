@@ -106,8 +106,11 @@ class RowTrials:
                 gradients = self._trial.run(tiled.for_recomputation(), tensors, needs, has_graph=True).gradients
         except RuntimeError:
             return None
-        is_same = all(map(are_near, whole.results, results)) and are_near_gradients(whole.gradients, gradients, tensors)
-        return replace(equal, modules=tuple(modules)) if is_same else None
+        if not all(map(are_near, whole.results, results)):
+            return None
+        if not are_near_gradients(whole.gradients, gradients, tensors):
+            return None
+        return replace(equal, modules=tuple(modules))
 
     # -- the modules inside ----------------------------------------------------------------------------------
 
@@ -203,7 +206,9 @@ class RowTrials:
             return "it changes its inputs in place"
         if any(before.state.differences(after)) or len(result.fill(result.tensors)) > 1:
             return "it changes state, or a list or dict of its caller"
-        return "" if result.tensors else "it returns no tensors"
+        if not result.tensors:
+            return "it returns no tensors"
+        return ""
 
     def _results(self, call: _RecordedCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = call.arguments.fill(tensors)

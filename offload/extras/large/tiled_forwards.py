@@ -63,6 +63,7 @@ class TiledForwards(Stage):
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
         """Find the row-wise modules of a block."""
+        # A second recording, with fewer tokens, may try the unit as a whole.
         known_tiles: Tiles | None = unit.traits.learned.get("tiles")
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
             self._learn(unit, self._find(Trial(runner, unit, arguments), arguments, rows))

@@ -359,6 +359,7 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, tries: Tries) -> dict
     changes of the training itself last. The result was planned, and fits.
     """
     changes = list(_fixes(prediction))
+    # All else first: a run with other training is another run.
     others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
     keeping = [change for change in changes if change not in others]
     together = [change for change in keeping if "train.passes" not in change]  # sums of passes take host memory
@@ -429,6 +430,7 @@ def _raised_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, i
             budget = larger.config.get(BUDGETS[tier])
             if budget is None:  # the memory of the machine itself is too small
                 return {}
+            # A budget of the host or of disks is for all ranks of a machine.
             num_sharing = 1 if tier == "device" else prediction.num_ranks
             change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
         other = _try_change(forecaster, prediction, change, times=False)

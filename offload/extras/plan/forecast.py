@@ -159,12 +159,17 @@ class Forecast:
     @property
     def network_bytes(self) -> int:
         """Bytes all ranks of one machine send to other machines per step."""
-        return 0 if self.timing is None else self.timing.moved_bytes["network"] * self.num_ranks
+        return self._moved_bytes("network")
 
     @property
     def written_bytes(self) -> int:
         """Bytes all ranks of one machine write to disk per step."""
-        return 0 if self.timing is None else self.timing.moved_bytes["nvme_write"] * self.num_ranks
+        return self._moved_bytes("nvme_write")
+
+    def _moved_bytes(self, link: str) -> int:
+        if self.timing is None:
+            return 0
+        return self.timing.moved_bytes[link] * self.num_ranks
 
     @property
     def tiers(self) -> dict[str, dict[str, Any]]:
@@ -432,7 +437,7 @@ class Forecaster:
         machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
         hardware = share_of_rank(prediction.hardware, self.num_ranks)  # a step is that of one rank, beside the others
         search = PlacementSearch(prepared, work, hardware, machine, self.num_ranks)
-        is_open = prediction.config.origin("offload.zero_stage") == "resolved"
+        is_open = prediction.config.origin("offload.zero_stage") == "resolved"  # not set by the user
         chosen = search.choose(settings, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}

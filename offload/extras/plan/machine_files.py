@@ -99,14 +99,11 @@ class _MachineFile:
             raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
         rates = self._dataclass_keys(values["rates"], "rates.", Rates)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
-        sizes: dict[str, Any] = {
-            key: None if values[key] is None else int(self._number(key, values[key]))
-            for key in ("device_bytes", "disk_bytes", "endurance_bytes")
-        }
-        counts: dict[str, Any] = {
-            key: None if values[key] is None else int(self._number(key, values[key], is_whole=True))
-            for key in ("num_devices", "num_machines")
-        }
+        numbers: dict[str, Any] = {}
+        for key in ("device_bytes", "disk_bytes", "endurance_bytes", "num_devices", "num_machines"):
+            numbers[key] = values[key]
+            if values[key] is not None:
+                numbers[key] = int(self._number(key, values[key], is_whole=key.startswith("num_")))
         if not isinstance(values["shares_memory"], bool):
             raise self._error("shares_memory", values["shares_memory"], "true or false")
         return Hardware(
@@ -119,8 +116,7 @@ class _MachineFile:
                 for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
             },
             host_bytes=int(self._number("host_bytes", values["host_bytes"])),
-            **sizes,
-            **counts,
+            **numbers,
         )
 
     def _dataclass_keys(self, mapping: Any, prefix: str, dataclass_type: type) -> dict[str, Any]:

@@ -227,8 +227,9 @@ class StepMemory:
             used += sum(map(self._first_offloaded_bytes, self.workload.calls))
         capacity = self.hardware.host_bytes if tier == HOST else self.hardware.disk_bytes
         rooms = [each - used for each in (placement.budget(tier), capacity) if each is not None]
-        limit = budget_bytes(placement.graphs_memory)
-        return min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
+        if (limit := budget_bytes(placement.graphs_memory)) is not None:
+            rooms.append(limit)
+        return min(rooms, default=sys.maxsize)
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return the offloaded graph bytes of a use, inputs included."""

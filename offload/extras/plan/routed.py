@@ -56,6 +56,7 @@ def routed_experts(structure: Structure, workload: Workload) -> dict[str, Routed
     experts_by_block = {}
     plans = {unit.name: unit for unit in structure.units}
     for experts in (unit for unit in structure.candidates if unit.records):
+        # The experts are a module inside of their block.
         block = next(u.name for u in structure.candidates if u.is_block and experts.name.startswith(f"{u.name}."))
         records = plans[experts.name].records
         # A record is missed if each token misses each of its experts.

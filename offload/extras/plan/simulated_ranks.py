@@ -13,7 +13,8 @@ class SimulatedRanks(Comm):
     def __init__(self, size: int, num_machines: int = 1) -> None:
         self.size = size
         self.local_size = size // num_machines
-        self.machines = [rank // self.local_size * self.local_size for rank in range(size)]  # their first ranks
+        # By rank: the first rank of its machine.
+        self.machines = [rank // self.local_size * self.local_size for rank in range(size)]
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
         parts = []

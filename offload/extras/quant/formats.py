@@ -301,6 +301,7 @@ class BitsAndBytes(TensorFormat):
         tables = [(tensors[".weight.quant_map"], nf4_levels())]
         if ".weight.nested_quant_map" in tensors:
             tables.append((tensors[".weight.nested_quant_map"], dynamic_map()))
+        # The decoder has its own tables.
         if sizes != (64, 256) or not all(
             torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
         ):

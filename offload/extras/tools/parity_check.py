@@ -540,7 +540,7 @@ def _plain_base(run: Run) -> BuiltModel:
         return base
     assert base.folder is not None
     config: Any = load_model_config(section)
-    if run.model_kind.name == "seq2seq":
+    if run.model_kind.name == "seq2seq":  # chosen by the run where the folder has none
         config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
     dtype = DTYPES[str(run.config.train.precision)]
     plain = load_whole(run.model_kind.auto, base.folder, config, dtype, attention_options(section))
@@ -551,6 +551,7 @@ def _check_fit(needs: Mapping[str, int], engine: Engine) -> None:
     """Raise DoesNotFitError if the resident side does not fit beside the engine. Activations are not counted."""
     accelerator = own_accelerator(str(engine.device))
     computes = "cpu" if accelerator is None else "device"
+    # The resident side updates where the engine does.
     on_host = all(device.type == "cpu" for device in engine.update_devices.values())
     updates = "cpu" if on_host else computes
     places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}

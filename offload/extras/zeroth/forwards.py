@@ -117,7 +117,8 @@ class Forwards(Method):
                 f"step {measured.step} was recorded with other MeZO settings than {self._rule}: replay a run with "
                 "changed settings in parts, each from a checkpoint and with the settings of that part."
             )
-        measured = measured if measured.lr is not None else measured._replace(lr=self.lr)
+        if measured.lr is None:
+            measured = measured._replace(lr=self.lr)
         self.descent.update(measured, {}, lambda region: region.index)
         state.runner.step_number = measured.step
         state.updates.start()

@@ -54,7 +54,8 @@ class ZerothOrderRecord(NamedTuple):
                 record = cls(record["step"], seed, slopes, record.get("lr"), rule=rule, frozen=frozen)
             step, seed, slopes, lr = (*record, None)[:4]  # a tuple of three has no learning rate
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
-            lr = None if lr is None else float(lr)
+            if lr is not None:
+                lr = float(lr)
             if not all(math.isfinite(number) for number in (*slopes, lr or 0.0)):
                 raise ValueError("not finite")
             rule, frozen = getattr(record, "rule", ""), getattr(record, "frozen", ())

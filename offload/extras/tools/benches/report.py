@@ -125,5 +125,6 @@ def print_table(table: Any) -> None:
     from rich.console import Console
 
     console = Console()
-    console = console if console.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
+    if console.width < MIN_WIDTH:
+        console = Console(width=MIN_WIDTH)
     console.print(table)

@@ -145,8 +145,10 @@ def _planned(figures: Figures) -> list[Advice]:
     """Return the planned alternatives faster than the current plan."""
     listed = figures.planned.get("alternatives")
     now = number(figures.planned, "step_seconds")
+    if not isinstance(listed, list):
+        return []
     advice = []
-    for each in listed if isinstance(listed, list) else ():
+    for each in listed:
         seconds = number(each, "step_seconds")
         if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
             continue

@@ -204,7 +204,8 @@ def _binding(steps: Sequence[Mapping[str, Any]]) -> Binding | None:
 
 def _tiers(plan: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> tuple[TierFigure, ...]:
     planned = plan.get("tiers")
-    planned = planned if isinstance(planned, Mapping) else {}
+    if not isinstance(planned, Mapping):
+        planned = {}
     peaks = {
         tier: max(tier_peaks)
         for tier, key in _PEAKS.items()

@@ -194,7 +194,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
     if rate is not None:
         tiles.append(("tokens a second", count_text(rate), _planned(of, count_text)))
-    if rate is not None and of and mfu is not None:  # FLOPs per token are equal
+    if rate is not None and of and mfu is not None:  # a token has the same FLOPs in the plan
         tiles.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")

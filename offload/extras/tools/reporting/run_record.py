@@ -171,7 +171,7 @@ def _traced_steps(path: Path, notes: list[str]) -> dict[int, TracedStep]:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         lanes = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
         work = [
-            TraceSpan(lanes[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)
+            TraceSpan(lanes[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)  # from µs
             for each in events
             if each["ph"] == "X"
         ]
@@ -199,7 +199,7 @@ def _runs(env: Mapping[str, Any], path: Path) -> bool:
     pids = env.get("pids")
     if env.get("host") != socket.gethostname() or not isinstance(pids, list):
         return False
-    written = path.stat().st_mtime
+    written = path.stat().st_mtime  # when the run began
     for pid in pids:
         try:
             process = psutil.Process(pid)
