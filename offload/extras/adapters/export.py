@@ -63,7 +63,7 @@ def export_adapter(folder: Path, out: Path) -> int:
             )
         adaptation = Adaptation.from_checkpoint(folder)
         config = folder_config(folder)
-        config.name_or_path = adaptation.config.base_model_name_or_path or ""
+        config.name_or_path = adaptation.config.base_model_name_or_path or ""  # PEFT writes this name of the base
         model = adaptation.apply_to_shapes(empty_model(ModelSection(), config))
         return write_adapter(
             model, _read_values(reader), out, tokenizer_files(reader, (CONFIG, INITIAL)), adaptation.removed
@@ -165,6 +165,7 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
         config = folder_config(reader.path)  # includes tokens added for the tokenizer
     elif dtype is not None:
         config.dtype = dtype
+    # A copy, because the merge changes the configuration of one of two models.
     return lambda: build_model(section, seed=seed, config=copy.deepcopy(config))
 
 
@@ -181,6 +182,6 @@ def _read_values(reader: Reader) -> dict[str, torch.Tensor]:
         if "buffer" in entry.planes:
             tensors[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])
             reader.read(name, "buffer", 0, tensors[name])
-        elif name not in changed:
+        elif name not in changed:  # those are large: a merge reads them one by one
             tensors[name] = _read_value(reader, name)
     return tensors

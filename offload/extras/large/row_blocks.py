@@ -137,7 +137,8 @@ class RowBlocks:
 def blocks_of(weight: Any) -> RowBlocks | None:
     """Return the row blocks of a weight. None: not cut."""
     function = getattr(weight, "functions", {}).get(functional.linear)
-    return getattr(function, "__self__", None)  # `RowBlocks.linear`
+    blocks: RowBlocks | None = getattr(function, "__self__", None)  # of `RowBlocks.linear`
+    return blocks
 
 
 class _GradientSum:

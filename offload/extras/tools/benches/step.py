@@ -108,7 +108,7 @@ def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
     model = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=arguments.hidden,
-            intermediate_size=arguments.hidden * 8 // 3 // 64 * 64,
+            intermediate_size=arguments.hidden * 8 // 3 // 64 * 64,  # Llama's ratio
             num_hidden_layers=arguments.layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
@@ -147,6 +147,7 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
     def step(ids: Any) -> None:
         ids = ids.to(device)
         for part in ids.split(rows or len(ids)):
+            # The gradient of the mean over the whole batch.
             (model(input_ids=part, labels=part).loss * (len(part) / len(ids))).backward()
         if precision == "bf16":
             for master, weight in zip(masters, weights, strict=True):
@@ -185,7 +186,7 @@ def engine(
         precision=precision,
         recompute=recompute,
         compile="never",  # as the others
-        head_chunk_bytes=None,
+        head_chunk_bytes=None,  # full logits, as the others
     )
     resources.callback(trained_engine.close)
     moved_bytes = dict.fromkeys(MOVED, 0)
@@ -217,6 +218,7 @@ def deepspeed_zero3(
     accelerator = own_accelerator()
     device = device_of(accelerator)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    # A port of its own: another process may measure at the same time.
     more = {"DS_ACCELERATOR": device.type, "MASTER_PORT": str(29500 + os.getpid() % 2000)}
     for key, value in (alone | more).items():
         # DeepSpeed opens a process group also for a single rank.
@@ -234,7 +236,7 @@ def deepspeed_zero3(
             "offload_optimizer": {**place, "pin_memory": accelerator is not None},
             "offload_param": {**place, "pin_memory": accelerator is not None},
         },
-        "steps_per_print": 10**9,
+        "steps_per_print": 10**9,  # never within a measurement
     }
     model = llama(arguments, checkpointing)
     ds_engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
