@@ -12,7 +12,7 @@ from torch import Tensor
 from offload import AdamW, Engine, Lion
 from offload.native import device_update, kernels, torch_fallback
 from tests.accelerator.control import Control
-from tests.engine.families import build, llama, tokens
+from tests.cases.models import build, llama, tokens
 from tests.native.states import ordinary, same_bits, wild
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.skipif(not kernels.is_native(), reason="there is no source")]

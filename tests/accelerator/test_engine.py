@@ -30,8 +30,8 @@ from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
 from offload.tiers.host import HostMapping, Pinning
 from offload.tiers.slots import Slots
 from tests.accelerator.control import Control
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import same_bits, weights
-from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]

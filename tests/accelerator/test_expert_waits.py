@@ -15,7 +15,7 @@ from offload.extras.large import cut_experts
 from offload.extras.large.expert_rows import ExpertForward, ExpertRows
 from offload.extras.large.streamed_experts import StreamedExperts
 from tests.accelerator.control import Control
-from tests.engine.families import build, tokens
+from tests.cases.models import build, tokens
 from tests.engine.test_adapted_experts import adapted
 from tests.engine.test_streamed_experts import FAMILIES, mixture, streamed
 

@@ -14,8 +14,8 @@ from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.native import kernels
 from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, weights
-from tests.engine.families import build, llama, tokens
 from tests.engine.fp8 import LEAST_SIZE, rounded
 
 pytestmark = [

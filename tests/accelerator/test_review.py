@@ -33,9 +33,9 @@ from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import open_device
 from offload.tiers.host import Arena, Pinning
 from tests.accelerator.control import H200
-from tests.engine import families
+from tests.cases import models
+from tests.cases.models import build, llama
 from tests.engine.device import twin
-from tests.engine.families import build, llama
 from tests.engine.handmade import WIDTH, Block, Stack
 from tests.engine.inside import parts_of
 from tests.lanes.patience import eventually
@@ -43,7 +43,7 @@ from tests.lanes.patience import eventually
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 RULE = AdamW(lr=1e-2)
-tokens = partial(families.tokens, device="cpu")  # batches come from the host
+tokens = partial(models.tokens, device="cpu")  # batches come from the host
 
 
 @pytest.fixture
@@ -625,7 +625,7 @@ def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_i
     text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
     given = {"model.path": str(tmp_path / "config.json"), "run.dir": str(tmp_path / "run"), "data.source": str(text)}
     given |= {"train.steps": 2, "train.batch_size": 4, "data.sequence_length": 32, "offload.device_memory": "64MiB"}
-    families.llama(vocab_size=384).config.save_pretrained(tmp_path)
+    models.llama(vocab_size=384).config.save_pretrained(tmp_path)
     Trainer(Config.load(None, given)).run()
     assert limits == [(64 << 20) + device.ROUNDING_BYTES, 1]
 
@@ -670,7 +670,7 @@ class Kept:
 def stream(sim, monkeypatch):
     """Yield a check: logits from a streamed model equal logits with all weights on the device."""
     monkeypatch.setattr(device, "_STAGED_BYTES", 1 << 10)  # most weights take several pieces
-    model, ids = build(lambda: families.llama(num_hidden_layers=6)).eval(), tokens()["input_ids"].to("sim")
+    model, ids = build(lambda: models.llama(num_hidden_layers=6)).eval(), tokens()["input_ids"].to("sim")
     with torch.no_grad():
         expected = twin(model, ids.device)(input_ids=ids).logits.cpu()
     sources = {name: Kept(parameter) for name, parameter in model.named_parameters()}
@@ -703,7 +703,7 @@ def test_the_waits_of_inference_are_needed(stream, sim, monkeypatch, slow, missi
 def test_weights_for_inference_take_their_memory_however_far_behind_compute_is(sim, memory_bytes):
     peaks = []
     for limit in (None, memory_bytes):
-        model, ids = build(lambda: families.llama(num_hidden_layers=24)).eval(), tokens()["input_ids"].to("sim")
+        model, ids = build(lambda: models.llama(num_hidden_layers=24)).eval(), tokens()["input_ids"].to("sim")
         sources = {name: Kept(parameter) for name, parameter in model.named_parameters()}
         gc.collect()
         torch.accelerator.synchronize()

@@ -46,8 +46,8 @@ COMMON = {
 }
 """Variables that make torch compute the same bits on all processors with AVX2."""
 _HEAD = """\
-# Hashes of the configurations in tests/bits/cases.py, written by `python -m tests.bits --write`: losses and norms of
-# five steps, final weights, and the contents of a checkpoint. A section is for machines with these versions, on which
+# Hashes of the runs in tests/cases/features.py, written by `python -m tests.bits --write`: losses and norms of five
+# steps, final weights, and the contents of a checkpoint. A section is for machines with these versions, on which
 # plain PyTorch computes the same bits ("plain").
 """
 Sections = dict[str, dict[str, str]]

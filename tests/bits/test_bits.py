@@ -12,7 +12,7 @@ from offload.optim.adamw import AdamW
 from tests.bits import __main__ as bits
 from tests.bits import worker
 from tests.bits.__main__ import FILE, read, written
-from tests.bits.cases import CASES
+from tests.cases.features import CASES, HASHED, TRAINER_RUNS
 from tests.engine.device import cpu_only
 
 
@@ -64,10 +64,12 @@ def test_a_killed_process_is_named_and_the_next_configuration_has_a_new_one(
 
 
 def test_the_file_has_a_line_for_each_configuration() -> None:
+    names = {*HASHED, *TRAINER_RUNS}
+    assert len(names) == sum(len(case.bits) for case in CASES.values()) + len(TRAINER_RUNS), "two runs with one name"
     for machine, lines in read(FILE.read_text()).items():
         assert "plain " in machine
-        assert set(lines) <= set(CASES)
-    assert any(set(lines) == set(CASES) for lines in read(FILE.read_text()).values())
+        assert set(lines) <= names
+    assert any(set(lines) == names for lines in read(FILE.read_text()).values())
 
 
 def test_a_changed_hash_loses_its_lines_of_other_machines() -> None:

@@ -13,7 +13,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,7 @@ ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 5, 3
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 """Element size in bytes. Dtypes not listed have one byte."""
-_SMALL: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("offload.planning.disk._LARGEST_TILE",), 2048),
-    (("offload.extras.large.cut_experts.RECORD_BYTES", "offload.engine.units.cut_experts.RECORD_BYTES"), 1),
-    (("offload.engine.units.offloaded_graph.SMALLEST_BYTES",), 1),
-    (
-        ("offload.extras.large.compiled_forwards.BACKEND", "offload.engine.units.compiled_forwards.BACKEND"),
-        lambda graph, inputs: _compiler()(graph, inputs),
-    ),
-)
-"""Limits small enough to cut tiny models, and a fast compiler backend: (paths, value).
-
-The first existing path is set, so a commit that renames a constant can be compared with its parent.
-"""
+_BACKEND = "offload.extras.large.compiled_forwards.BACKEND offload.engine.units.compiled_forwards.BACKEND"
 
 
 def main() -> None:
@@ -76,29 +63,24 @@ def _begin(tree: Path) -> dict[str, Any]:
     torch.backends.mkldnn.enabled = False  # bf16 products depend on the instruction set  # type: ignore[assignment]
     shrink()
     from offload.native.core import core
+    from tests.cases.features import HASHED, TRAINER_RUNS
 
-    cases = import_module("tests.bits.cases").CASES
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "numpy")]
     return {
-        "cases": {name: case.ranks for name, case in cases.items()},
+        "cases": {**{name: cell.ranks for name, (_, cell) in HASHED.items()}, **dict.fromkeys(TRAINER_RUNS, 1)},
         "machine": ", ".join([*versions, f"plain {plain()}"]),
         "core": getattr(core, "__file__", None),
     }
 
 
 def shrink() -> None:
-    """Set the small limits, so tiny models are cut like large ones. Raises RuntimeError for a name without a path."""
-    for places, value in _SMALL:
-        for place in places:
-            module, _, name = place.rpartition(".")
-            try:
-                if hasattr(import_module(module), name):
-                    setattr(import_module(module), name, value)
-                    break
-            except ModuleNotFoundError:
-                continue
-        else:
-            raise RuntimeError(f"{places[0]} is not there any more: name its new place in _SMALL of {__file__}.")
+    """Set small limits, so that tiny models are cut like large ones, and a fast compiler backend."""
+    from tests.cases.features import CASES, LIMITS, limits_of
+
+    backend = {_BACKEND: lambda graph, inputs: _compiler()(graph, inputs)}
+    for limits in (LIMITS, *(case.limits for case in CASES.values()), backend):
+        for limit in limits_of(limits):
+            setattr(*limit)
 
 
 def _compiler() -> Any:
@@ -129,16 +111,18 @@ def plain() -> str:
     """
     import torch
 
-    from tests.bits import models
+    from tests.cases import models as m
 
+    # A new model makes all file sections unknown machines.
+    families = (m.llama, m.wide_llama, m.table, m.gemma2, m.gpt2, *m.EAGER.values(), m.mamba, m.bert, m.t5)
     found = xxhash.xxh32()
-    for name, precision, length in itertools.product(models.FAMILIES, ("fp32", "bf16"), (10, 24)):
-        model = models.build(name)
+    for make, precision, length in itertools.product(families, ("fp32", "bf16"), (10, 24)):
+        model, batch = m.build(make), m.table_tokens if make is m.table else m.tokens
         if precision == "bf16":
             model.bfloat16()
         for rows in (1, 3, 4):
             torch.manual_seed(rows)
-            loss = model(**models.tokens(name, rows, rows, length)).loss
+            loss = model(**batch(rows, rows, length)).loss
             loss.backward()
             found.update(loss.detach().double().numpy())
         for parameter in model.parameters():
@@ -153,8 +137,16 @@ class Hashes:
     def __init__(self) -> None:
         self.steps, self.weights, self.states = xxhash.xxh32(), xxhash.xxh32(), xxhash.xxh32()
 
-    def step(self, *numbers: float) -> None:
+    def numbers(self, *numbers: float) -> None:
         self.steps.update(" ".join(float(number).hex() for number in numbers).encode())
+
+    def step(self, step: Any) -> None:
+        """Add a `Step` of tests/cases/run.py."""
+        if step.early_norm is not None:
+            self.numbers(step.early_norm)
+        self.numbers(step.loss, step.norm)
+        if step.slopes:
+            self.numbers(*step.slopes)
 
     def parameters(self, engine: Any) -> None:
         """Add the fp32 master weights."""
@@ -182,15 +174,19 @@ class Hashes:
 
 def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> str:
     """Train a configuration. Return the hashes for steps, weights and states, valid on rank 0."""
-    from tests.bits.cases import CASES
+    from tests.cases.features import CASES, HASHED, TRAINER_RUNS
+    from tests.cases.run import Training
 
-    case, child = CASES[name], None
-    if case.ranks > 2:
+    ranks, child = HASHED[name][1].ranks if name in HASHED else 1, None
+    if ranks > 2:
         child = os.fork()
         rank += 2 * (child == 0)
     try:
-        with tempfile.TemporaryDirectory() as own, _environment(case, rank, port, own):
-            return str((_train_run if case.trains else _train)(case, rank, Path(folder or own), Path(own)))
+        with tempfile.TemporaryDirectory() as own, _environment(ranks, rank, port, own):
+            if name in TRAINER_RUNS:
+                return str(_train_run(TRAINER_RUNS[name], Path(own)))
+            case, cell = HASHED[name]
+            return str(_train(Training(CASES[case], cell, Path(own), rank), Path(folder or own)))
     finally:
         if child == 0:
             if (error := sys.exc_info()[1]) is not None:
@@ -201,11 +197,11 @@ def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> s
 
 
 @contextmanager
-def _environment(case: Any, rank: int, port: int, folder: str) -> Iterator[None]:
+def _environment(ranks: int, rank: int, port: int, folder: str) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-    if case.ranks > 1:
-        local = {"RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": case.ranks}
+    if ranks > 1:
+        local = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {key: str(value) for key, value in (local | {"MASTER_PORT": port}).items()}
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
@@ -215,57 +211,27 @@ def _environment(case: Any, rank: int, port: int, folder: str) -> Iterator[None]
         os.environ.update(before)
 
 
-def _train(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
-    """Train with an engine. `shared`: a folder shared by all ranks."""
-    import torch
-
-    from offload import Engine, Placement
-    from tests.bits import models
-    from tests.bits.cases import DISK
-
-    place = {key: str(own) if value == DISK else value for key, value in case.place.items()}
-    settings = {"clip": "deferred", **case.settings}  # "auto" depends on timing
-    found = Hashes()
-
-    def engine(seed: int = 0) -> Any:
-        model = models.build(case.model, case.adapter, seed)
-        return Engine(model, case.rule, Placement(**place), precision=case.precision, **settings)
-
-    def rows(number: int) -> dict[str, torch.Tensor]:
-        batch = models.tokens(case.model, number, case.rows, case.length)
-        share = case.ranks // case.settings.get("sequence_parallel", 1)
-        mine = slice(case.rows * (rank % share) // share, case.rows * (rank % share + 1) // share)
-        return {key: value[mine] for key, value in batch.items()}
-
-    training = engine()
-    for number in range(STEPS):
-        if case.resumes and number == SAVED:
-            training.save_checkpoint(shared / "saved")
-            training.close()
-            training = engine(seed=1)
-            training.load_checkpoint(shared / "saved")
-        torch.manual_seed(100 * rank + number)  # dropout
-        if case.own_loop:
-            loss = training.model(**rows(number)).loss
-            training.backward(loss)
-            found.step(training.grad_norm())
-            result = training.update(0.5)
-        else:
-            result = training.step(rows(number))
-        found.step(result.loss.item(), result.grad_norm)
-        if result.measured is not None:
-            found.step(*result.measured.slopes)
-    found.step(training.evaluate(rows(STEPS)).item())
-    found.parameters(training)
-    coded = case.settings.get("frozen_weights", "exact") != "exact"
-    training.save_checkpoint(shared / "final", trained_only=coded)
-    training.close()
-    if rank == 0:
+def _train(training: Any, shared: Path) -> Hashes:
+    """Train a `Training` of tests/cases/run.py with an engine. `shared`: a folder shared by all ranks."""
+    found, engine = Hashes(), training.engine()
+    steps = training.train(engine, range(SAVED))
+    if training.cell.resumes:
+        engine.save_checkpoint(shared / "saved")
+        engine.close()
+        engine = training.engine(seed=1)
+        engine.load_checkpoint(shared / "saved")
+    for step in steps + training.train(engine, range(SAVED, STEPS)):
+        found.step(step)
+    found.numbers(engine.evaluate(training.batch(STEPS)).item())
+    found.parameters(engine)
+    engine.save_checkpoint(shared / "final", **training.case.saves)
+    engine.close()
+    if training.rank == 0:
         found.checkpoint(shared / "final")
     return found
 
 
-def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
+def _train_run(own_settings: Mapping[str, Any], own: Path) -> Hashes:
     """Train with `Trainer`."""
     import torch
     import transformers as t
@@ -273,7 +239,7 @@ def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
     from offload import Trainer
 
     words = ("apple", "plum", "rose", "stone", "sea", "snow")
-    method = case.settings.get("train.method", "sft")
+    method = own_settings.get("train.method", "sft")
     rows = [{"text": f"{n} is a number, {n + 1} is the next one."} for n in range(200)]
     if method in ("dpo", "orpo"):
         rows = [
@@ -295,14 +261,14 @@ def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
         "data.sequence_length": 32,
         "train.steps": STEPS,
         "train.batch_size": 4,
-        "train.precision": case.precision,
+        "train.precision": "fp32",
         "train.clip": "deferred",
         "optimizer.lr": 1e-2,
         "offload.parameters": "cpu",
         "offload.optimizer": "cpu",
         "checkpoint.every": STEPS,
         "checkpoint.export": False,
-        **case.settings,
+        **own_settings,
     }
     nested: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
@@ -312,7 +278,7 @@ def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
     found = Hashes()
     for line in (result.dir / "metrics.jsonl").read_text().splitlines():
         told = json.loads(line)
-        found.step(*(told[key] for key in ("loss", "grad_norm", "eval_loss") if told.get(key) is not None))
+        found.numbers(*(told[key] for key in ("loss", "grad_norm", "eval_loss") if told.get(key) is not None))
     (saved,) = (result.dir / "checkpoints").glob(f"*{STEPS}")
     found.checkpoint(saved)
     return found

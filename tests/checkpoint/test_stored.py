@@ -14,10 +14,10 @@ from offload import Engine
 from offload.app import stored_model
 from offload.app.stored_model import export_stored, read_stored
 from offload.errors import ConfigError, DiskError
+from tests.cases.models import t5, tokens
 from tests.checkpoint.folders import same
 from tests.checkpoint.trained import tensors_of, train
 from tests.disks import mounted
-from tests.engine.families import t5, tokens
 from tests.hf.test_write import contents
 from tests.zoo.families import families
 

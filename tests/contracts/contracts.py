@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -14,51 +14,44 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Analysis, Engine, Placement
+from offload import Analysis, Engine
 from offload.distributed.joining import open_comm
 from offload.files.sources import Fill
-from tests.contracts.cases import CASES, Case
+from tests.cases.features import CASES, PLACES, Case, Cell
+from tests.cases.models import build
+from tests.cases.run import Step, Training, small
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
-from tests.engine.device import own_device, set_seed
-from tests.engine.families import build
-from tests.engine.inside import lane_threads, parts_of, states
+from tests.engine.device import own_device
+from tests.engine.inside import lane_threads, leave_spare_memory, parts_of, planned_bytes, states
 from tests.engine.ranks import run
-from tests.engine.ranks_child import share
 from tests.engine.sizes import tier_bytes
 from tests.leaks import no_tensor_waits_for_collection
 
-PLACES: dict[str, dict[str, str]] = {
-    "device": {"parameters": "device", "optimizer": "device"},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "moments on nvme": {"parameters": "cpu", "optimizer": "nvme"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"},
-}
 STAGES = dict(zip(PLACES, range(4), strict=True))
 """The ZeRO stage of ranks, by placement."""
 CLIPS: dict[str, dict[str, Any]] = {
     "deferred": {"clip": "deferred", "max_grad_norm": 0.2},
     "speculative": {"clip": "speculative", "max_grad_norm": 1e6},
-    "none": {"max_grad_norm": None},
+    "none": {"clip": "auto", "max_grad_norm": None},
 }
 _ANALYSES: dict[str, Analysis] = {}
 """Analyses by case, precision and with or without micro-batches: later engines run no trials."""
-ROWS = 4
 NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """Losses and norms of each step. Weights and optimizer states (flat, by parameter) after the last step."""
+    """Numbers of all steps. Weights and optimizer states (flat, by parameter) after the last step."""
 
-    numbers: list[float]
+    steps: list[Step]
     weights: dict[str, Tensor]
     states: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A case with one placement, precision and clipping mode."""
+class Setting:
+    """A case with one placement, precision and clipping mode, where the case does not fix them."""
 
     name: str
     place: str
@@ -82,36 +75,27 @@ class Cell:
     def _speculates(self) -> bool:
         return self.place == "cpu" and "optimizer" not in self.case.settings and "delay" not in self.case.settings
 
-    def placement(self, place: str | None = None) -> Placement:
-        tiers = {**PLACES[place or self.place], **self.case.placement}
-        return Placement(**tiers, nvme_dir=str(self.folder) if "nvme" in tiers.values() else None)
+    def training(self, place: str | None = None) -> Training:
+        cell = Cell({**PLACES[place or self.place], **self.case.placement}, self.settings)
+        return Training(self.case, cell, self.folder)
 
     @contextmanager
     def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
-        """Open an engine on a new model. Engines of one process share analyses, and those over several ranks do not."""
-        told, model = {**self.settings, **settings}, build(self.case.make)
-        with_ranks = "comm" in told
+        """Open an engine on a new model. All engines share analyses."""
+        told = {**self.settings, **settings}
         key = f"{self.name}: {told['precision']}, {told.get('micro_batch_size')}"
-        analysis, fill = (None, filling(model)) if with_ranks else (_ANALYSES.get(key), None)
-        with Engine(model, fill=fill, placement=self.placement(place), analysis=analysis, **told) as engine:
+        with self.training(place).engine(analysis=_ANALYSES.get(key), **settings) as engine:
             yield engine
-            if not with_ranks:
-                _ANALYSES[key] = engine.analysis
+            _ANALYSES[key] = engine.analysis
 
-    def batch(self, seed: int) -> Mapping[str, Tensor]:
-        return self.case.batch(seed, ROWS)
+    def step(self, engine: Engine, number: int) -> Step:
+        return self.training().step(engine, number)
 
-    def step(self, engine: Engine, seed: int) -> list[float]:
-        """Take a step on the batch with this seed. Return the loss and the norm."""
-        set_seed(100 + seed)
-        result = engine.step(self.batch(seed), loss_fn=self.case.loss_fn)
-        return [float(result.loss), float(result.grad_norm or 0)]
+    def train(self, engine: Engine, numbers: Iterable[int] = range(NUM_STEPS)) -> Run:
+        return self.concluded(engine, self.training().train(engine, numbers))
 
-    def train(self, engine: Engine, seeds: Sequence[int] = range(NUM_STEPS)) -> Run:
-        return self.concluded(engine, [number for seed in seeds for number in self.step(engine, seed)])
-
-    def concluded(self, engine: Engine, numbers: list[float]) -> Run:
-        return Run(numbers, weights(engine), states(engine))
+    def concluded(self, engine: Engine, steps: list[Step]) -> Run:
+        return Run(steps, weights(engine), states(engine))
 
     @property
     def undisturbed(self) -> Run:
@@ -122,16 +106,14 @@ class Cell:
 @cache
 def _undisturbed(name: str, precision: str, clip: str) -> Run:
     place = "cpu" if own_device().type == "cpu" else "device"  # an accelerator's update differs in bits
-    with pytest.MonkeyPatch.context() as patch:
-        CASES[name].patch(patch)
-        cell = Cell(name, place, precision, clip, Path())
-        with cell.engine() as engine:
-            return cell.train(engine)
+    setting = Setting(name, place, precision, clip, Path())
+    with small(setting.case), setting.engine() as engine:
+        return setting.train(engine)
 
 
 def assert_equal(found: Run, wanted: Run) -> None:
     """Compare runs bit for bit: losses, norms, weights, optimizer states."""
-    assert found.numbers == wanted.numbers
+    assert found.steps == wanted.steps
     assert_same(found.weights, wanted.weights)
     assert {name: state.num_steps for name, state in found.states.items()} == {
         name: state.num_steps for name, state in wanted.states.items()
@@ -150,52 +132,52 @@ def assert_equal(found: Run, wanted: Run) -> None:
 # -- the contracts ---------------------------------------------------------------------------------------------------
 
 
-def equals_reference(cell: Cell) -> None:
+def equals_reference(at: Setting) -> None:
     """Losses, norms and weights equal plain PyTorch."""
-    case = cell.case
+    case, training = at.case, at.training()
     assert case.reference is not None
-    settings = {**cell.settings, **case.reference(cell.precision)}
     train_both(
         build(case.make),
-        [cell.batch(seed) for seed in range(2)],
+        [training.batch(number) for number in range(2)],
         loss_fn=case.loss_fn,
         count=case.count,
         within=case.within,
-        placement=cell.placement(),
-        **settings,
+        placement=training.placement,
+        **{**training.settings, **case.reference(at.precision)},
     )[0].close()
 
 
-def place_changes_no_bit(cell: Cell) -> None:
+def place_changes_no_bit(at: Setting) -> None:
     """Tiers, timing and poisoned buffers do not change results."""
-    with cell.engine(debug=3, prefetch=0) as engine:
-        assert_equal(cell.train(engine), cell.undisturbed)
+    with at.engine(debug=3, prefetch=0) as engine:
+        assert_equal(at.train(engine), at.undisturbed)
 
 
-def resumes_as_if_never_stopped(cell: Cell) -> None:
+def resumes_as_if_never_stopped(at: Setting) -> None:
     """A run resumes from a checkpoint with another placement."""
-    other = "cpu" if cell.place != "cpu" and own_device().type == "cpu" else cell.place
-    with cell.engine() as engine:
-        numbers = cell.step(engine, 0)
-        engine.save_checkpoint(cell.folder / "saved", **cell.case.saves)
-    with cell.engine(other) as engine:
-        engine.load_checkpoint(cell.folder / "saved")
-        assert_equal(cell.concluded(engine, numbers + cell.step(engine, 1)), cell.undisturbed)
+    other = "cpu" if at.place != "cpu" and own_device().type == "cpu" else at.place
+    with at.engine() as engine:
+        steps = [at.step(engine, 0)]
+        engine.save_checkpoint(at.folder / "saved", **at.case.saves)
+    with at.engine(other) as engine:
+        engine.load_checkpoint(at.folder / "saved")
+        assert_equal(at.concluded(engine, [*steps, at.step(engine, 1)]), at.undisturbed)
 
 
-def ranks_are_one(cell: Cell) -> None:
+def ranks_are_one(at: Setting) -> None:
     """Two ranks with uneven batch shares equal one process, except for summation order, in a ZeRO stage by placement.
 
     Both ranks have the same bits. They take turns in reading the weights.
     """
-    settings = {"precision": "fp32", "max_grad_norm": 0.2, "optimizer": PROPORTIONAL, **cell.case.settings}
-    place = "cpu" if cell.clip == "speculative" else cell.place
-    job = {"name": cell.name, "place": place, "folder": str(cell.folder), "settings": settings}
+    settings = {"precision": "fp32", "max_grad_norm": 0.2, "optimizer": PROPORTIONAL, **at.case.settings}
+    place = "cpu" if at.clip == "speculative" else at.place
+    job = {"name": at.name, "place": place, "folder": str(at.folder), "settings": settings}
     one = train_on_rank(1, **job)
     found, other = run(2, train_on_rank, num_ranks=2, **job)
     assert_equal(other, found)
-    assert found.numbers == pytest.approx(one.numbers, rel=5 * cell.case.ranks_within)
-    assert_same(found.weights, one.weights, within=cell.case.ranks_within)
+    for several, alone in zip(found.steps, one.steps, strict=True):
+        assert several[:2] == pytest.approx(alone[:2], rel=5 * at.case.ranks_within)
+    assert_same(found.weights, one.weights, within=at.case.ranks_within)
 
 
 def filling(model: nn.Module) -> Fill:
@@ -214,98 +196,96 @@ def filling(model: nn.Module) -> Fill:
 
 def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
     """Job for one of `num_ranks` ranks: rank 0 has the first 3 rows of each batch, rank 1 the last row."""
-    cell = Cell(name, place, "fp32", "deferred", Path(folder))
-    with pytest.MonkeyPatch.context() as patch:
-        cell.case.patch(patch)
+    case = CASES[name]
+    cell = Cell({**PLACES[place], **case.placement}, settings, ranks=num_ranks, rows=[3, 1] if num_ranks > 1 else 4)
+    with small(case):
         if num_ranks == 1:
-            with cell.engine(**settings) as engine:
-                return _shared(cell, engine, 0, [ROWS])
-        with open_comm() as comm, cell.engine(comm=comm, zero_stage=STAGES[place], **settings) as engine:
-            return _shared(cell, engine, comm.rank, [ROWS - 1, 1])
+            return _trained(Training(case, cell, Path(folder)))
+        with open_comm() as comm:
+            training = Training(case, cell, Path(folder), comm.rank)
+            return _trained(training, comm=comm, fill=filling, zero_stage=STAGES[place])
 
 
-def _shared(cell: Cell, engine: Engine, rank: int, rows: Sequence[int]) -> Run:
-    numbers = []
-    for seed in range(2):
-        result = engine.step(share(cell.batch(seed), rows, rank), loss_fn=cell.case.loss_fn)
-        numbers += [float(result.loss), float(result.grad_norm or 0)]
-    return Run(numbers, weights(engine), {})
+def _trained(training: Training, **how: Any) -> Run:
+    with training.engine(**how) as engine:
+        return Run(training.train(engine, range(2)), weights(engine), {})
 
 
-def micro_batches_add_up(cell: Cell) -> None:
+def micro_batches_add_up(at: Setting) -> None:
     """Micro-batches equal the whole batch, except for summation order."""
     found = []
-    rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
+    rule = {} if "optimizer" in at.case.settings else {"optimizer": PROPORTIONAL}
     for rows in (None, 3):
-        with cell.engine(micro_batch_size=rows, **rule) as engine:
-            found.append(cell.train(engine, range(1)))
+        with at.engine(micro_batch_size=rows, **rule) as engine:
+            found.append(at.train(engine, range(1)))
     one, other = found
-    is_coarse = cell.settings["precision"] == "bf16" or "optimizer" in cell.case.settings
-    assert other.numbers == pytest.approx(one.numbers, rel=2e-2 if is_coarse else 1e-5)
-    if "optimizer" not in cell.case.settings:
+    is_coarse = at.settings["precision"] == "bf16" or "optimizer" in at.case.settings
+    for parts, whole in zip(other.steps, one.steps, strict=True):
+        assert parts[:2] == pytest.approx(whole[:2], rel=2e-2 if is_coarse else 1e-5)
+    if "optimizer" not in at.case.settings:
         assert_same(other.weights, one.weights, within=2e-2 if is_coarse else 1e-5)
 
 
-def bytes_are_as_planned(cell: Cell) -> None:
+def bytes_are_as_planned(at: Setting) -> None:
     """Tiers hold the planned bytes before and after a step, below the peaks. Equal steps move equal bytes.
 
     A step frees all tensors by reference counts.
     """
-    with cell.engine(prefetch=0) as engine:
-        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
-        cell.step(engine, 0)
+    with at.engine(prefetch=0) as engine:
+        leave_spare_memory(engine)
+        at.step(engine, 0)
         moved = []
         for seed in range(1, 4):  # seed 1 still fetches for the recording pass
             with no_tensor_waits_for_collection() if seed == 3 else nullcontext():
-                cell.step(engine, seed)
+                at.step(engine, seed)
             counters = engine.counters
             moved.append((counters.h2d_bytes, counters.d2h_bytes))
-        if "experts" not in cell.case.placement:  # the router selects the experts to copy
+        if "experts" not in at.case.placement:  # the router selects the experts to copy
             assert moved[1] == moved[2]
-        planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+        planned = planned_bytes(engine)
         for where, name, num_bytes in engine.allocations:
             assert where == "device" or num_bytes == planned.get((where, name), num_bytes), name
         assert engine.counters.peak_host_bytes >= sum(tier_bytes(engine, "cpu").values())
-        if cell.place == "device" and not cell.case.placement:
+        if at.place == "device" and not at.case.placement:
             assert moved[1] == (0, 0)
 
 
-def reads_are_true(cell: Cell) -> None:
+def reads_are_true(at: Setting) -> None:
     """Weights read by a script between steps equal the engine's weights, and reads change nothing."""
-    with cell.engine() as engine:
+    with at.engine() as engine:
         model = parts_of(engine).model
-        numbers: list[float] = []
+        steps: list[Step] = []
         for seed in range(NUM_STEPS):
-            numbers += cell.step(engine, seed)
+            steps.append(at.step(engine, seed))
             masters = weights(engine)
             for name, value in list(model.state_dict(keep_vars=True).items())[:3]:
                 if name in masters and value.requires_grad:
                     shown = value.detach().float().cpu()
                     assert shown.shape == masters[name].shape, name
-                    if cell.settings["precision"] == "fp32" and "link_weights" not in cell.case.settings:
+                    if at.settings["precision"] == "fp32" and "link_weights" not in at.case.settings:
                         assert torch.equal(shown, masters[name]), name
-        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+        assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
-def leaves_nothing_after_failure(cell: Cell) -> None:
+def leaves_nothing_after_failure(at: Setting) -> None:
     """A failed step leaves the engine unchanged. After close no thread and no file remains."""
 
     class Failure(Exception):
         pass
 
-    _disturbed(cell, Failure)
+    _disturbed(at, Failure)
 
 
-def leaves_nothing_after_interrupt(cell: Cell) -> None:
+def leaves_nothing_after_interrupt(at: Setting) -> None:
     """Ctrl-C in a forward leaves the engine as before the step."""
-    _disturbed(cell, KeyboardInterrupt)
+    _disturbed(at, KeyboardInterrupt)
 
 
-def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
-    with cell.engine() as engine:
+def _disturbed(at: Setting, kind: type[BaseException]) -> None:
+    with at.engine() as engine:
         model = parts_of(engine).model
         own = model.forward
-        numbers = cell.step(engine, 0)
+        steps = [at.step(engine, 0)]
 
         @wraps(own)  # the signature names the input tensors of a batch
         def fail(*args: Any, **kwargs: Any) -> Any:
@@ -316,36 +296,36 @@ def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
 
         model.forward = fail
         with pytest.raises(kind):
-            cell.step(engine, 1)
+            at.step(engine, 1)
         del model.forward
-        numbers += [number for seed in range(1, NUM_STEPS) for number in cell.step(engine, seed)]
-        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+        steps += at.training().train(engine, range(1, NUM_STEPS))
+        assert_equal(at.concluded(engine, steps), at.undisturbed)
         threads = lane_threads(engine)
     assert not any(thread.is_alive() for thread in threads)
-    assert not nameless(cell.folder)
+    assert not nameless(at.folder)
 
 
-def evaluation_leaves_no_trace(cell: Cell) -> None:
+def evaluation_leaves_no_trace(at: Setting) -> None:
     """Evaluations before and between steps change no bits, counters, modes and generator state. Two evaluations give
     the same loss.
     """
-    with cell.engine() as engine:
+    with at.engine() as engine:
         modes = [module.training for module in engine.model.modules()]
-        numbers: list[float] = []
+        steps: list[Step] = []
         for seed in range(NUM_STEPS):
             before, moved = torch.get_rng_state(), (engine.counters.h2d_bytes, engine.counters.d2h_bytes)
-            losses = [engine.evaluate(cell.batch(9), cell.case.loss_fn) for _ in range(2)]
+            losses = [engine.evaluate(at.training().batch(9), at.case.loss_fn) for _ in range(2)]
             assert [(loss.dtype, loss.dim(), loss.device.type) for loss in losses] == [(torch.float32, 0, "cpu")] * 2
             assert float(losses[0]) == float(losses[1])
             assert not losses[0].requires_grad
             assert torch.equal(before, torch.get_rng_state())
             assert (engine.counters.h2d_bytes, engine.counters.d2h_bytes) == moved
             assert [module.training for module in engine.model.modules()] == modes
-            numbers += cell.step(engine, seed)
-        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+            steps.append(at.step(engine, seed))
+        assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
-CONTRACTS: dict[str, Callable[[Cell], None]] = {
+CONTRACTS: dict[str, Callable[[Setting], None]] = {
     contract.__name__: contract
     for contract in (
         equals_reference,

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from offload.planning import disk
-
 pytest.register_assert_rewrite("tests.contracts.contracts")
-from tests.contracts.cases import CASES  # noqa: E402
-from tests.contracts.contracts import CLIPS, CONTRACTS, PLACES, Cell  # noqa: E402
+from tests.cases.features import CASES, PLACES  # noqa: E402
+from tests.cases.run import small  # noqa: E402
+from tests.contracts.contracts import CLIPS, CONTRACTS, Setting  # noqa: E402
 
 SETTINGS = list(product(PLACES, ("fp32", "bf16"), CLIPS))
 STRIDES = (7, 5, 11)
@@ -37,8 +36,7 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "contract", "place", "precision", "clip"), list(cells()))
 def test_a_feature_holds_a_contract(
-    name: str, contract: str, place: str, precision: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, contract: str, place: str, precision: str, clip: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
-    CASES[name].patch(monkeypatch)
-    CONTRACTS[contract](Cell(name, place, precision, clip, tmp_path))
+    with small(CASES[name]):
+        CONTRACTS[contract](Setting(name, place, precision, clip, tmp_path))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ import transformers as t
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.cases.features import Case, sums_by_layer
+from tests.cases.models import SIZES, VOCABULARY, t5
 from tests.engine.device import own_device
-from tests.engine.families import SIZES, VOCABULARY, t5
 from tests.engine.handmade import WIDTH, Block
-from tests.engine.reference import sum_by_layer
 
 WORDS = VOCABULARY
 TEXT: dict[str, Any] = SIZES
@@ -23,16 +22,6 @@ CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PICTURE = {key: size for key, size in SIZES.items() if key != "vocab_size"} | {"image_size": 8, "patch_size": 4}
 IMAGE, BEGIN, END = 5, 6, 7
 """Token ids: image patch, image begin, image end."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A model, a function (seed, rows) that returns a batch, and a loss function. None: the model returns the loss."""
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int, int], dict[str, Any]]
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
-    group: Callable[[nn.Module], None] = lambda model: None
 
 
 def drawn(seed: int) -> torch.Generator:
@@ -263,16 +252,16 @@ def square(seed: int, rows: int, length: int = 6) -> dict[str, Any]:
 
 
 KINDS = {
-    "Qwen2-VL": Kind(qwen2_vl, patches),
-    "LLaVA": Kind(llava, pictures_and_text),
-    "Whisper": Kind(whisper, speech, group=sum_by_layer),
-    "ViT": Kind(vit, pictures),
-    "masked ViT": Kind(masked_vit, hidden_patches),
-    "CLIP": Kind(clip, pairs),
-    "T5": Kind(partial(t5, dropout_rate=0.0), sentences, group=sum_by_layer),
-    "BERT's answers": Kind(bert_qa, questions),
-    "denoiser": Kind(Denoiser, latents, distance),
-    "square mask": Kind(SquareMask, square),
+    "Qwen2-VL": Case(qwen2_vl, batch=patches),
+    "LLaVA": Case(llava, batch=pictures_and_text),
+    "Whisper": Case(whisper, batch=speech, reference=sums_by_layer),
+    "ViT": Case(vit, batch=pictures),
+    "masked ViT": Case(masked_vit, batch=hidden_patches),
+    "CLIP": Case(clip, batch=pairs),
+    "T5": Case(partial(t5, dropout_rate=0.0), batch=sentences, reference=sums_by_layer),
+    "BERT's answers": Case(bert_qa, batch=questions),
+    "denoiser": Case(Denoiser, batch=latents, loss_fn=distance),
+    "square mask": Case(SquareMask, batch=square),
 }
 
 

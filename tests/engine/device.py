@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from offload.accelerators import device_of, own_accelerator
-from offload.tiers.accelerator_device import AcceleratorDevice
-from offload.tiers.device import CpuDevice
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -46,7 +44,6 @@ def cpu_only(reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(own_device().type != "cpu", reason=reason)
 
 
-LATE_BYTES = (CpuDevice if own_device().type == "cpu" else AcceleratorDevice).late_bytes
 LEDGER = cpu_only("an accelerator's allocator counts all of the process: temporaries, and plain models too")
 NO_LSTM = cpu_only("the simulated accelerator has no LSTM")
 TWO_KERNELS = cpu_only("an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")

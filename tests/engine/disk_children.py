@@ -20,7 +20,7 @@ from offload import Engine, Placement
 from offload.errors import DiskError, OffloadError, TornError
 from offload.planning import disk
 from tests import forks
-from tests.engine.families import build, tokens
+from tests.cases.models import build, tokens
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache
 from tests.engine.test_overlap import deep
 from tests.forks import ROOT

@@ -7,21 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.units.attention import ATTENTIONS
 from offload.tiers.counters import Counters
-from tests.engine.families import GROUPED, SPECIAL, tokens
+from tests.cases.models import tokens
 
 LENGTHS = ((7, 1, 12), (20,), (3, 17))
 """Tokens of each document in each row."""
-
-
-def mistral() -> nn.Module:
-    """A window of five tokens in each layer."""
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED | SPECIAL, sliding_window=5))
 
 
 def by_document(model: nn.Module) -> nn.Module:

@@ -31,11 +31,11 @@ class Log:
 
 
 class Block(nn.Module):
-    """Residual block with a layer norm and a hidden layer."""
+    """Residual block with a layer norm and a hidden layer, over hidden states [batch, sequence, width]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = 24) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.down(torch.tanh(self.up(self.norm(h))))
@@ -287,6 +287,30 @@ class ChangesContainers(Stack):
         return self.head(h + memory[0] + sum(queue)) + sum(losses) + sum(more)
 
 
+class TakesAnOptionalScale(Block):
+    def forward(self, h: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = super().forward(h)
+        return h if scale is None else h * scale
+
+
+class CalledTwoWays(Stack):
+    """Every block is listed twice: called with one positional tensor first, and later with keywords for two tensors."""
+
+    block = TakesAnOptionalScale
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.blocks = nn.ModuleList([*self.blocks, *self.blocks])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, blocks = self.embedding(x), list(self.blocks)
+        for block in blocks[:2]:
+            h = block(h)
+        for block in blocks[2:]:
+            h = block(scale=torch.sigmoid(h.mean(-1, keepdim=True)), h=h)
+        return self.head(h)
+
+
 class SkipsFromEarlyToLate(Stack):
     """All later units and the head read the first result."""
 
@@ -384,9 +408,9 @@ class RunningStatistics(Stack):
 class Prompt(nn.Module):
     """The forward takes no arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.words, self.mixed = nn.Parameter(torch.randn(3, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.words, self.mixed = nn.Parameter(torch.randn(3, width)), nn.Parameter(torch.randn(width, width))
 
     def forward(self) -> Tensor:
         return torch.tanh(self.words @ self.mixed)
@@ -500,6 +524,7 @@ MODELS: tuple[type[nn.Module], ...] = (
     Bare,
     TiedBlocks,
     Checkpointed,
+    CalledTwoWays,
 )
 
 

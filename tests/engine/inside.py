@@ -19,8 +19,12 @@ from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.layout.planes import MASTER
+from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.device import CpuDevice
 from offload.tiers.store import Store
 from tests.engine.device import own_device
+
+LATE_BYTES = (CpuDevice if own_device().type == "cpu" else AcceleratorDevice).late_bytes
 
 
 def parts_of(engine: Engine) -> EngineState:
@@ -100,6 +104,16 @@ def unit_names(engine: Engine) -> list[str]:
 
 def resident_names(engine: Engine) -> list[str]:
     return [unit.name for unit in parts_of(engine).units if unit.resident]
+
+
+def planned_bytes(engine: Engine) -> dict[tuple[str, str], int]:
+    """Return the bytes of each planned allocation, by tier and name."""
+    return {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+
+
+def leave_spare_memory(engine: Engine) -> None:
+    """Keep no units on the device in memory that steps leave unused. Otherwise fewer bytes move."""
+    parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
 
 
 def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers as t
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,14 +36,15 @@ from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import disk
 from tests import accelerator
-from tests.engine.families import SPECIAL, build, gpt2, tokens
-from tests.engine.handmade import cross_entropy, words
-from tests.engine.inside import parts_of
+from tests.cases.features import BF16, HANDMADE, Case
+from tests.cases.models import build, first_row, freeze, gpt2, llama, share, tokens
+from tests.engine.handmade import words
+from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import serve
-from tests.engine.reference import Batch, LossFunction, comparable, count_labels, count_shifted
+from tests.engine.reference import Batch, comparable
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
-from tests.engine.test_parameters import Mixture, freeze, mixed
+from tests.engine.test_parameters import Mixture, mixed
 from tests.forks import PATIENCE_S
 
 JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
@@ -82,7 +82,7 @@ regions.
 
 
 def odd_llama(**settings: Any) -> nn.Module:
-    return t.LlamaForCausalLM(t.LlamaConfig(**ODD | SPECIAL | settings))
+    return llama(**ODD | settings)
 
 
 def deep_llama() -> nn.Module:
@@ -112,29 +112,6 @@ def routed(seed: int, rows: int) -> dict[str, Tensor]:
     return batch
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and its batches. `batch(seed, rows)` returns one batch for all ranks together.
-
-    `within`: allowed distance from plain PyTorch, as a share of the layer's scale. In bf16 another summation order may
-    round to the adjacent value.
-    """
-
-    make: Callable[[], nn.Module] = odd_llama
-    batch: Callable[[int, int], dict[str, Tensor]] = tokens
-    loss_fn: LossFunction | None = None
-    precision: str = "fp32"
-    kept: Callable[[str], bool] = lambda name: False
-
-    @property
-    def within(self) -> float:
-        return 1e-6 if self.precision == "fp32" else 4e-3
-
-    @property
-    def count(self) -> Callable[[Batch], int]:
-        return count_labels if self.loss_fn else count_shifted
-
-
 def plain_dropout() -> nn.Module:
     return gpt2(n_layer=1)
 
@@ -144,25 +121,21 @@ def wide_llama() -> nn.Module:
     return odd_llama(intermediate_size=107, num_hidden_layers=1)
 
 
-def first_row(seed: int, rows: int) -> dict[str, Tensor]:
-    """Return rows with targets in the first row only. The first row is the same for any number of rows."""
-    batch = tokens(seed, 1)
-    ids = torch.cat([batch["input_ids"], *(tokens(100 + row, 1)["input_ids"] for row in range(1, rows))])
-    labels = torch.cat([batch["labels"], torch.full_like(ids[1:], -100)])
-    return {"input_ids": ids, "labels": labels}
-
-
 CASES = {
-    "plain": Case(),
-    "first row": Case(wide_llama, first_row),
-    "first row in bf16": Case(wide_llama, first_row, precision="bf16"),
+    "plain": Case(odd_llama),
+    "first row": Case(wide_llama, batch=first_row),
+    "first row in bf16": Case(wide_llama, BF16, batch=first_row),
     "tied": Case(tied_llama),
-    "frozen in bf16": Case(frozen_llama, precision="bf16"),
-    "experts": Case(Mixture, routed, cross_entropy),
-    "two dtypes": Case(mixed, words, cross_entropy, "bf16", lambda name: "norm" in name),
-    "mixes rows": Case(Centring, words, cross_entropy),
-    "spiking": Case(Spiking, words, cross_entropy),
+    "frozen in bf16": Case(frozen_llama, BF16),
+    "experts": Case(Mixture, **HANDMADE | {"batch": routed}),
+    "two dtypes": Case(mixed, BF16, **HANDMADE, reference=lambda precision: {"kept": lambda name: "norm" in name}),
+    "mixes rows": Case(Centring, **HANDMADE),
+    "spiking": Case(Spiking, **HANDMADE),
 }
+WITHIN = {"fp32": 1e-6, "bf16": 4e-3}
+"""Allowed distance from plain PyTorch, as a share of the layer's scale. In bf16 another order of sums may round to the
+adjacent value.
+"""
 
 
 COUNTED = (
@@ -174,12 +147,6 @@ COUNTED = (
     "reduce_scatter_elements",
     "network_bytes",
 )
-
-
-def share(batch: Mapping[str, Tensor], rows: Sequence[int], rank: int) -> dict[str, Tensor]:
-    """Return a rank's rows. `rows`: the number of rows per rank."""
-    begin = sum(rows[:rank])
-    return {key: value[begin : begin + rows[rank]] for key, value in batch.items()}
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
@@ -215,7 +182,7 @@ def opened(comm: Comm | None, case: Case, *, folder: str = "", delays: int | Non
     placement: keyword arguments of Placement; delays: base seed for the delays on each rank; by_rank: settings per
     rank.
     """
-    settings = {"precision": case.precision, "optimizer": SMOOTH} | settings
+    settings = {"optimizer": SMOOTH, **case.settings, **settings}
     settings |= settings.pop("by_rank", {}).get(comm.rank if comm else 0, {})
     placement = dict(settings.pop("placement", {}))
     if "nvme" in placement.values():
@@ -242,7 +209,7 @@ def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **s
     rank = engine.rank
     assert comm is None or (rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
-        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        leave_spare_memory(engine)
     for step, seed in enumerate(seeds):
         whole = known.batch(seed, sum(rows))
         if unlabelled is not None:

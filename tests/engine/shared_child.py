@@ -14,7 +14,7 @@ from offload import AdamW, Engine, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, OffloadError
-from tests.engine.families import build, gpt2, mamba, mixtral
+from tests.cases.models import build, gpt2, mamba, mixtral
 from tests.engine.ranks_child import JOB, small_tiles
 
 Batch = Mapping[str, torch.Tensor]

@@ -21,9 +21,9 @@ from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
+from tests.cases.models import batches, build, tokens
 from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
-from tests.engine.families import batches, build, tokens
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.ranks import run
 from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
@@ -159,7 +159,7 @@ def test_a_quantized_expert_of_any_size_is_stored_with_the_blocks_at_its_borders
         for region in coded:
             num_blocks = sum(piece.end // -block * -1 - piece.begin // block for piece in region.pieces)
             assert region.travelling_bytes == up(num_blocks * block, 2048) // block * record
-        planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+        planned = planned_bytes(engine)
         assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
 
 

@@ -25,9 +25,10 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
 from offload.extras.adapters.adapters import Adaptation, describe_adapter
 from offload.extras.quant import products
-from tests.engine import families, fp8
+from tests.cases import models
+from tests.engine import fp8
 from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, own_step_of, placed, same_bits, train_both
-from tests.engine.inside import parts_of, resident_names
+from tests.engine.inside import leave_spare_memory, parts_of, resident_names
 from tests.engine.ranks import run
 from tests.engine.reference import Reference
 from tests.integrations.plain import needs
@@ -53,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    families.build(families.llama).save_pretrained(folder)  # type: ignore[operator]
+    models.build(models.llama).save_pretrained(folder)  # type: ignore[operator]
     return folder
 
 
@@ -84,8 +85,8 @@ def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, t
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
     settings: dict[str, Any] = {"placement": placed(place, tmp_path)}
     if name == "lora":
-        settings |= {"head_chunk_bytes": 12 * families.VOCABULARY * 4, "within": 2e-6}
-    engine, _ = train_both(built.model, families.batches(3), plain=plain, fill=built.fill, **settings)
+        settings |= {"head_chunk_bytes": 12 * models.VOCABULARY * 4, "within": 2e-6}
+    engine, _ = train_both(built.model, models.batches(3), plain=plain, fill=built.fill, **settings)
     built.close()
     assert (engine.head_chunks == 3) == (name == "lora")
     trained = {name for name, value in plain.named_parameters() if value.requires_grad}
@@ -98,7 +99,7 @@ def test_repeated_layers_share_the_weights_of_the_base(base: Path, tmp_path: Pat
     adapter = adaptation(tmp_path, {"config": repeated})
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
     settings: dict[str, Any] = {"placement": placed("cpu", tmp_path)}
-    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, **settings)
+    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, **settings)
     assert sum(name.endswith("q_proj.lora_A.default.weight") for name, _ in engine.named_parameters()) == 3
     built.close()
     engine.close()
@@ -113,7 +114,7 @@ def test_an_adapter_trains_over_a_base_multiplied_in_fp8(
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
     settings: dict[str, Any] = {"placement": placed("cpu", tmp_path), "matmul": "fp8_rowwise", "precision": "bf16"}
     group = partial(fp8.multiply_in_fp8, "fp8_rowwise")
-    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, group=group, **settings)
+    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, group=group, **settings)
     built.close()
     assert "10 linear layers of blocks multiply in FP8" in engine.told_tiles
     engine.close()
@@ -155,7 +156,7 @@ def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Pat
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: dict[str, Any], trains: bool) -> None:
     """Trained biases, and base rows saved unchanged by PEFT, come from the adapter folder."""
-    folder, plain = tmp_path / "base", families.build(families.opt)
+    folder, plain = tmp_path / "base", models.build(models.opt)
     plain.save_pretrained(folder)  # type: ignore[operator]
     made = get_peft_model(plain, LoraConfig(r=2, **how))
     with torch.no_grad():
@@ -206,25 +207,25 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
 @pytest.mark.parametrize(
     ("make", "how"),
     [
-        (families.gpt_oss, {"case": {"target_modules": "all-linear"}, "place": "cpu"}),
-        (families.mixtral, {"place": "nvme", "recompute": "always"}),
-        (families.qwen3_moe, {"place": "device", "recompute": "never"}),
-        (families.mixtral, {"place": "cpu", "micro_batch_size": 2, "within": 2e-6}),
+        (models.gpt_oss, {"case": {"target_modules": "all-linear"}, "place": "cpu"}),
+        (models.mixtral, {"place": "nvme", "recompute": "always"}),
+        (models.qwen3_moe, {"place": "device", "recompute": "never"}),
+        (models.mixtral, {"place": "cpu", "micro_batch_size": 2, "within": 2e-6}),
     ],
 )
 def test_experts_that_are_one_parameter_are_adapted(
     make: Callable[[], nn.Module], how: dict[str, Any], tmp_path: Path
 ) -> None:
     """PEFT renames a fused expert parameter during use, through a parametrization."""
-    families.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    models.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
     adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
     place = {"placement": placed(settings.pop("place"), tmp_path)}
     built, plain = adapter.apply_to(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
-    spares_experts = make is families.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
+    spares_experts = make is models.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
     assert spares_experts != any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
     before = set(dict(built.model.named_parameters()))
-    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, **place, **settings)
+    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, **place, **settings)
     assert dict(engine.named_parameters()).keys() == before
     engine.close(restore=True)
     assert dict(built.model.named_parameters()).keys() == before
@@ -244,7 +245,7 @@ def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torc
         place = Placement("cpu", "cpu", "cpu")
         engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
         for seed in range(2):
-            rows = families.tokens(seed)
+            rows = models.tokens(seed)
             engine.step({key: value[2 * comm.rank : 2 * comm.rank + 2] for key, value in rows.items()})
         engine.save_checkpoint(folder / "states", trained_only=True)
         return dict(engine.named_parameters())
@@ -261,7 +262,7 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
     built = adapter.apply_to(load(base), seed=7)
     plain = Reference(resident(base, adapter), PROPORTIONAL)
     for seed in range(2):
-        plain.step(families.tokens(seed))
+        plain.step(models.tokens(seed))
     assert_same(other, one)
     assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
     frozen = [name for name, p in built.model.named_parameters() if not p.requires_grad]
@@ -284,7 +285,7 @@ def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, c
     this gradient.
     """
     depth, first = 6, 3
-    model = families.build(lambda: families.llama(num_hidden_layers=depth))
+    model = models.build(lambda: models.llama(num_hidden_layers=depth))
     adapter = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], layers_to_transform=list(range(first, depth)))
     model = get_peft_model(model, adapter)
     if checkpoints:
@@ -292,9 +293,9 @@ def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, c
         model.enable_input_require_grads()
     engine = Engine(model, prefetch=1, recompute=recompute, micro_batch_size=1 if call == "micro" else None)
     parts = parts_of(engine)
-    parts.spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+    leave_spare_memory(engine)
     for seed in range(3):
-        batch = families.tokens(seed)
+        batch = models.tokens(seed)
         if call == "own":
             own_step_of(engine, lambda _model, batch=batch: model(**batch).loss)
         else:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine
+from tests.cases.models import build, gemma2, llama, mixtral, tokens
 from tests.engine.compare import weights
 from tests.engine.device import twin
-from tests.engine.families import build, gemma2, llama, mixtral, tokens
 from tests.matrix import quick
 
 RULE = AdamW(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

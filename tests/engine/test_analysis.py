@@ -17,7 +17,7 @@ from offload import Analysis, Engine, MeZO
 from offload.checkpoint.manifest import Manifest
 from offload.engine.analysis import Analyst
 from offload.errors import ConfigError
-from tests.engine.families import build, gpt2, tokens
+from tests.cases.models import build, gpt2, tokens
 from tests.engine.handmade import Block, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.inside import steps_of
 from tests.engine.reference import Reference

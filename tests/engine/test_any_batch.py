@@ -16,6 +16,7 @@ from torch.nn import functional
 from offload import Engine
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from tests.cases.models import build, llama, tokens
 from tests.engine.any_batch import (
     IMAGE,
     KINDS,
@@ -39,7 +40,6 @@ from tests.engine.compare import (
     train_both,
     weights,
 )
-from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, sum_by_layer
@@ -55,7 +55,7 @@ MIXING = ("CLIP", "masked ViT")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_and_an_evaluation_equal_plain_pytorch(name: str) -> None:
     kind, some = KINDS[name], [made(name, seed) for seed in range(3)]
-    engine, reference = train_both(build(kind.make), some, loss_fn=kind.loss_fn, group=kind.group)
+    engine, reference = train_both(build(kind.make), some, loss_fn=kind.loss_fn, **kind.reference("fp32"))
     reference.model.eval()
     with torch.no_grad():
         (wanted,) = reference.losses(made(name, 5), kind.loss_fn, len)

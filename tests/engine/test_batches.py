@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from offload import AdamW, Engine, Lion, Settings
 from offload.errors import ConfigError, OffloadError
+from tests.cases.models import batches, bert, build, gemma2, gpt2, llama, mamba, t5, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import own_device
-from tests.engine.families import batches, bert, build, gemma2, gpt2, llama, mamba, t5, tokens
 from tests.engine.handmade import WORDS, Stack, cross_entropy, words
 from tests.engine.reference import Batch, count_labels, count_shifted
 

@@ -12,9 +12,9 @@ import torch
 from offload import LOMO, AdamW, Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.optim.rule import UpdateRule
+from tests.cases.models import build, gemma2, llama, tokens
 from tests.engine.compare import assert_same, step_of, weights
 from tests.engine.device import LEDGER
-from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.sizes import elements, tier_bytes

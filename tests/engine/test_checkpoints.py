@@ -13,11 +13,11 @@ from offload import Engine, Placement
 from offload.engine.units.activation_offload import ActivationOffload
 from offload.errors import DoesNotFitError
 from offload.tiers.slots import Slots
+from tests.cases.models import batches, build, llama, tokens
 from tests.engine.compare import own_step_of, step_of, train_both
-from tests.engine.device import LATE_BYTES, LEDGER
-from tests.engine.families import batches, build, llama, tokens
+from tests.engine.device import LEDGER
 from tests.engine.handmade import WIDTH, Block, ChangesBetweenUnits, InPlaceBlocks, Stack, cross_entropy, words
-from tests.engine.inside import step_peak
+from tests.engine.inside import LATE_BYTES, step_peak
 from tests.engine.sizes import tier_bytes
 
 Maker = Callable[[], nn.Module]

@@ -13,8 +13,8 @@ from torch import Tensor
 from offload import AdamW, Engine
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from offload.errors import NonFiniteError, TornError
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, own_step_of, step_of, weights
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import keep_gradients, parts_of, states
 from tests.matrix import quick

@@ -20,10 +20,10 @@ from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.compiled_forwards import compile_modules
 from offload.planning.settings import Settings
+from tests.cases.models import batches, build, gemma2, gpt2, llama, qwen3, tokens
 from tests.engine.compare import assert_same, assert_weights, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.documents import by_document, counted, packed
-from tests.engine.families import batches, build, gemma2, gpt2, llama, qwen3, tokens
 from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference

@@ -15,9 +15,9 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards as forwards
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, own_step_of, step_of, weights
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 from tests.engine.test_compiled import backend

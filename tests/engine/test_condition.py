@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from offload import Engine
 from offload.errors import ConfigError
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_weights, own_step_of, same_bits, step_of
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 

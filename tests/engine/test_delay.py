@@ -13,8 +13,8 @@ from offload.errors import ConfigError
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import STALE
 from offload.tiers.tile import Tile
+from tests.cases.models import batches, build, gemma2, llama, tokens
 from tests.engine.compare import assert_same, step_of, weights
-from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from offload import SGD, Engine
 from offload.errors import ConfigError
+from tests.cases.models import GROUPED, SPECIAL, build, llama, mixtral
 from tests.engine.compare import step_of
 from tests.engine.device import own_device
-from tests.engine.families import GROUPED, SPECIAL, build, llama, mixtral
 from tests.engine.handmade import WORDS, Block, Stack, cross_entropy
 from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels

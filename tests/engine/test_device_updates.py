@@ -18,9 +18,9 @@ from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornErr
 from offload.layout.residence import DEVICE
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import TWO_KERNELS
-from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of, states
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks

@@ -31,6 +31,7 @@ from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
 from offload.native import kernels
 from offload.planning.settings import parse_throttle
+from tests.cases.models import build, tokens
 from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import mounted, nameless
 from tests.engine.device import cpu_only
@@ -55,7 +56,6 @@ from tests.engine.disk_children import (
     train,
     until_it_fails,
 )
-from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import disk_files, num_threads, parts_of
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon, interrupted

@@ -22,11 +22,22 @@ from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
-from tests.engine.families import gpt2
+from tests.cases.models import gpt2
 from tests.engine.handmade import TiedBlocks, UsedTwice
-from tests.engine.inside import parts_of
+from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import JobError, run
-from tests.engine.ranks_child import CASES, JOB, Found, frozen_llama, odd_llama, opened, share, small_tiles, trained
+from tests.engine.ranks_child import (
+    CASES,
+    JOB,
+    WITHIN,
+    Found,
+    frozen_llama,
+    odd_llama,
+    opened,
+    share,
+    small_tiles,
+    trained,
+)
 from tests.engine.test_overlap import SLOW
 from tests.engine.test_ranks import MODES, assert_equal, assert_near, plain, settings_of, train
 from tests.engine.test_ranks_faults import after_a_kill
@@ -116,7 +127,7 @@ def test_micro_batches_and_uneven_rows_are_near_plain_pytorch() -> None:
     """
     common = {"case": "plain", "rows": (3, 1, 2, 1), "num_steps": 3, "evaluate": 1}
     (found,) = train(4, common | DISPATCH | settings_of("micro-batches", "deferred"))
-    assert_near(found, plain("plain", 7, 3, "deferred"), CASES["plain"].within)
+    assert_near(found, plain("plain", 7, 3, "deferred"), WITHIN["fp32"])
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -135,7 +146,7 @@ def moved(runs: list[dict[str, Any]]) -> list[tuple[Counter[str], int]]:
         patch.setattr(Slots, "_copy_to_device", counted)
         for settings in runs:
             engine, rows = opened(comm, CASES["plain"], **settings), (2,) * comm.size
-            parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # keeps no units on the device
+            leave_spare_memory(engine)
             for step in range(3):
                 copies.clear()
                 engine.step(share(CASES["plain"].batch(step, sum(rows)), rows, comm.rank))

@@ -17,9 +17,9 @@ from offload.errors import ConfigError
 from offload.extras.large import document_attention, document_operation
 from offload.extras.large.document_attention import IMPLEMENTATION, _as_mask, find_starts
 from offload.extras.large.document_operation import Documents
+from tests.cases.models import VOCABULARY, build, gemma2, gpt2, llama, mistral, mixtral, qwen3, tokens
 from tests.engine.device import own_device
-from tests.engine.documents import LENGTHS, by_document, counted, deviations, mistral, packed, positions_of
-from tests.engine.families import VOCABULARY, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
+from tests.engine.documents import LENGTHS, by_document, counted, deviations, packed, positions_of
 
 ROUNDING = 1e-6
 

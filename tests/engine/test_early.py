@@ -17,8 +17,8 @@ from offload.engine.gradients.tile_updates import EarlyReads
 from offload.errors import DiskError, TornError
 from offload.planning import disk
 from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes
+from tests.cases.models import build
 from tests.engine.compare import assert_same, weights
-from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.test_giving_up import Told, raise_in_backward

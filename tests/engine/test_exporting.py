@@ -29,9 +29,9 @@ from offload.files import safetensors_file
 from offload.native import kernels
 from offload.tiers import values
 from offload.tiers.values import Values
+from tests.cases.models import build, gemma2, llama, mixtral, tokens
 from tests.engine.compare import assert_same, same_bits, step_of, weights
 from tests.engine.device import NO_LSTM
-from tests.engine.families import build, gemma2, llama, mixtral, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run

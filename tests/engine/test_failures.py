@@ -15,9 +15,9 @@ from torch import Tensor
 
 from offload import Engine, MeZO
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, assert_weights, same_bits, step_of, weights
 from tests.engine.device import cpu_only
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Log, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference

@@ -27,21 +27,11 @@ from offload.layout.residence import Residence
 from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings, parse_throttle
+from tests.cases.models import MATRICES, adapted, build, freeze, llama, tokens
 from tests.engine.compare import assert_same, same_bits, weights
-from tests.engine.device import LATE_BYTES, LEDGER
-from tests.engine.families import build, llama, tokens
-from tests.engine.inside import parts_of, run_example
+from tests.engine.device import LEDGER
+from tests.engine.inside import LATE_BYTES, leave_spare_memory, parts_of, planned_bytes, run_example
 from tests.engine.sizes import tier_bytes, up
-from tests.engine.test_parameters import freeze
-
-SIZES = {"hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 4, "num_hidden_layers": 3}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-MATRICES = [f"{name}_proj.weight" for name in ("k", "v", "o", "gate", "up", "down")]
-
-
-def adapted() -> nn.Module:
-    """Freeze embeddings, heads and most block matrices. The remaining parameters represent adapters."""
-    return freeze(llama(**SIZES, **BIASES), *MATRICES, "_tokens", "lm_head", "1.self_attn.q_proj.weight")
 
 
 def dequantised(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -74,12 +64,12 @@ def test_tiers_and_links_have_the_bytes_of_codes() -> None:
     codec, found = "nf4", {}
     for width in ("exact", codec):
         engine = Engine(build(adapted), max_grad_norm=None, frozen_weights=width, micro_batch_size=1, prefetch=0)
-        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        leave_spare_memory(engine)
         for seed in range(2):
             engine.step(tokens(seed))
         found[width] = tier_bytes(engine, "cpu")["weights"], engine.counters.h2d_bytes, engine.counters.d2h_bytes
         if width == codec:
-            planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+            planned = planned_bytes(engine)
             assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
     model = build(adapted)
     exact = sum(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from offload import Engine, MeZO, Placement
 from offload.engine.units.rows import generator_seed
 from offload.engine.units.snapshots import RngState
+from tests.cases.models import build, gpt2, llama
 from tests.engine.compare import assert_same, assert_weights, step_of, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.families import build, gpt2, llama
 from tests.engine.handmade import WIDTH, Block, DropsOut, Noisy, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 from tests.engine.zeroth_order import PlainMeZO

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import TornError
+from tests.cases.models import build
 from tests.engine.compare import assert_same, own_step_of, weights
-from tests.engine.families import build
 from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, parts_of
 

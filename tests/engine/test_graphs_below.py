@@ -19,9 +19,9 @@ from offload import Engine, Placement
 from offload.engine.units import offloaded_graph
 from offload.engine.units.recompute_policy import GraphChoice
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
+from tests.cases.models import batches, build, llama, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Block, CheckpointsItself, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.sizes import held_in_step

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import OffloadError
+from tests.cases.models import CAUSAL, batches, build
 from tests.engine.compare import train_both
 from tests.engine.device import NO_LSTM, cpu_only
-from tests.engine.families import CAUSAL, batches, build
 from tests.engine.handmade import (
     MODELS,
     WIDTH,

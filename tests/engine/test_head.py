@@ -25,9 +25,7 @@ from offload.extras.plan.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
 from offload.planning.machines import FreeMemory, ThisMachine
 from offload.planning.settings import Settings
-from tests.engine.compare import PROPORTIONAL, assert_same, step_of, train_both, weights
-from tests.engine.device import cpu_only
-from tests.engine.families import (
+from tests.cases.models import (
     GROUPED,
     SPECIAL,
     VOCABULARY,
@@ -40,6 +38,8 @@ from tests.engine.families import (
     mixtral,
     tokens,
 )
+from tests.engine.compare import PROPORTIONAL, assert_same, step_of, train_both, weights
+from tests.engine.device import cpu_only
 from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
 from tests.matrix import quick

@@ -23,8 +23,8 @@ from offload import Engine
 from offload.engine.loss import cross_entropy as fused
 from offload.engine.loss.batch import next_labels
 from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, build_chunks
+from tests.cases.models import GROUPED, SPECIAL, VOCABULARY, build, gemma2, gpt2, llama, tokens
 from tests.engine.device import cpu_only
-from tests.engine.families import GROUPED, SPECIAL, VOCABULARY, build, gemma2, gpt2, llama, tokens
 from tests.engine.test_head import cohere, granite
 
 Maker = Callable[[], nn.Module]

@@ -22,8 +22,8 @@ import offload
 from offload import Engine
 from offload.engine import checkpoint_save
 from offload.errors import TornError
+from tests.cases.models import build
 from tests.engine.compare import own_step_of, same_bits, weights
-from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.fuzz.faults import is_lock
 

@@ -36,9 +36,9 @@ from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.traits import UnitTraits
 from offload.errors import ConfigError
 from offload.extras.zeroth import interleaved
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import step_of
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
+from tests.cases.models import batches, build, llama
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import LEDGER
-from tests.engine.families import batches, build, llama
 from tests.engine.handmade import Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.sizes import held_in_step, tier_bytes
 from tests.matrix import quick

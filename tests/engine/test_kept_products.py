@@ -25,9 +25,9 @@ from offload.errors import ConfigError, OffloadError
 from offload.extras.large.document_operation import OPERATION
 from offload.extras.large.kept_products import ProductsForward
 from offload.extras.plan.memory import INPUTS, KEPT
+from tests.cases.models import CAUSAL, batches, bert, build, gpt2, llama, mixtral, qwen3, qwen3_moe, t5, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import LEDGER, cpu_only, set_seed
-from tests.engine.families import CAUSAL, batches, bert, build, gpt2, llama, mixtral, qwen3, qwen3_moe, t5, tokens
 from tests.engine.handmade import WIDTH, Block, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.reference import count_labels, sum_by_layer
 from tests.engine.sizes import held_in_step, tier_bytes

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.engine.units.activation_offload import TensorLayout
+from tests.cases.models import build
 from tests.engine.compare import assert_same, backward_both, train_both, update_both, weights
-from tests.engine.families import build
 from tests.engine.handmade import WORDS, cross_entropy, words
 from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels

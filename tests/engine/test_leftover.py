@@ -9,9 +9,9 @@ import torch
 
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
+from tests.cases.models import build, tokens
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER
-from tests.engine.families import build, tokens
 from tests.engine.sizes import Elements, elements, tier_bytes
 from tests.engine.test_overlap import deep
 

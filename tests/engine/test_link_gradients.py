@@ -26,9 +26,9 @@ from offload.layout.regions import Region
 from offload.layout.sharding import Sharding
 from offload.planning.plan import describe_links
 from offload.planning.settings import Settings
+from tests.cases.models import build
 from tests.engine.compare import assert_same
 from tests.engine.device import cpu_only
-from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed, share
 from tests.engine.reference import Reference
@@ -73,8 +73,10 @@ class CodedReplicas:
     ) -> None:
         self.gives_sums = gives_sums
         self.case, self.size, self.replicas, self.most = CASES[case], size, replicas, MOST[link]
+        precision = self.case.precision
+        exceptions = self.case.reference(precision)
         self.reference = Reference(
-            build(self.case.make), SMOOTH, self.case.precision, max_grad_norm, micro_batch_size, self.case.kept
+            build(self.case.make), SMOOTH, precision, max_grad_norm, micro_batch_size, **exceptions
         )
         infos, regions = layout(case, size, replicas)
         self.owners = {

@@ -23,9 +23,9 @@ from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import parse_throttle
 from offload.tiers.slots import Slots
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, same_bits, weights
-from tests.engine.families import build, llama, tokens
-from tests.engine.inside import parts_of
+from tests.engine.inside import leave_spare_memory, parts_of, planned_bytes
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, first_row, share
 from tests.engine.reference import fake_quantised
@@ -60,13 +60,13 @@ def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.
         monkeypatch.setattr(Slots, "_copy_to_device", counted)
         placement = Placement(**TIERS[tier], nvme_dir=str(tmp_path))
         engine = Engine(model(), link_weights=link, precision="bf16", prefetch=0, placement=placement)
-        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        leave_spare_memory(engine)
         engine.step(tokens(0))
         fetched.clear()
         engine.step(tokens(1))
         assert engine.counters.h2d_bytes == sum(n * region.travelling_bytes for region, n in fetched.items())
         found[link] = {region.name: (n, region.travelling_bytes) for region, n in fetched.items()}
-        planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+        planned = planned_bytes(engine)
         for where in ("cpu", "nvme"):
             assert all(planned[where, name] == size for name, size in tier_bytes(engine, where).items())
     names = [name for name in found["exact"] if f"{name} (int8)" in found["int8"]]

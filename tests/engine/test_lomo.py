@@ -9,18 +9,14 @@ import torch
 
 from offload import LOMO, AdaLomo, Engine, Placement
 from offload.errors import NonFiniteError
-from offload.planning import disk
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, backward_both, train_both, update_both, weights
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Shifting, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference
 from tests.engine.test_clipping import Spiking
 
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])

@@ -12,20 +12,16 @@ from offload import LOMO, Adafactor, AdamW, Engine, Muon, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import build_regions
-from offload.planning import disk
+from tests.cases.models import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.compare import PLACES, assert_same, placed, train_both, weights
 from tests.engine.device import LEDGER, own_device
-from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, opened, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import MATRIX as RULES
 
-
-@pytest.fixture(autouse=True)
-def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.mark.slow

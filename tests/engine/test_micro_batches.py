@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from offload import AdamW, Engine
 from offload.engine.gradients import flow
 from offload.native import kernels
+from tests.cases.models import build, gemma2, gpt2, mixtral, tokens
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import twin
-from tests.engine.families import build, gemma2, gpt2, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.inside import steps_of
 from tests.engine.reference import Batch, count_labels

@@ -21,10 +21,10 @@ from offload.layout.sharding import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
 from offload.tiers import nvme
+from tests.cases.models import build, llama, tokens
 from tests.disks import nameless
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from offload import Engine
-from tests.engine.families import build, llama, tokens
+from tests.cases.models import build, llama, tokens
 from tests.engine.inside import parts_of
 
 MODES: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
+from tests.cases.models import build, gemma2, llama, mixtral, qwen3, tokens
 from tests.engine import ranks
 from tests.engine.compare import (
     PROPORTIONAL,
@@ -33,7 +34,6 @@ from tests.engine.compare import (
     weights,
 )
 from tests.engine.device import own_device, twin
-from tests.engine.families import build, gemma2, llama, mixtral, qwen3, tokens
 from tests.engine.handmade import (
     WIDTH,
     Block,

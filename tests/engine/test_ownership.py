@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
 from offload.errors import ConfigError, OffloadError
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 

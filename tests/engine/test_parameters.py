@@ -14,22 +14,15 @@ from torch import Tensor, nn
 
 from offload import SGD, AdamW, Engine, Placement
 from offload.errors import ConfigError
+from tests.cases.models import SIZES, batches, build, freeze, gemma2, llama, tokens
 from tests.engine.compare import assert_weights, backward_both, same_bits, train_both, update_both, weights
 from tests.engine.device import twin
-from tests.engine.families import SIZES, batches, build, gemma2, llama, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference, count_labels
 from tests.engine.sizes import elements, tier_bytes
 from tests.integrations.plain import needs
 from tests.matrix import quick
-
-
-def freeze(model: nn.Module, *parts: str) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in parts))
-    return model
-
 
 # -- frozen ---------------------------------------------------------------------------------------------------------
 

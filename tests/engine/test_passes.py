@@ -20,9 +20,9 @@ from offload.engine.loss.label_trials import find_other_weights, find_row_weight
 from offload.engine.loss.loss import LossRule
 from offload.engine.units.activation_offload import CHECKPOINTS
 from offload.errors import ConfigError
+from tests.cases.models import bert, build, gpt2, llama, t5, tokens
 from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, assert_weights, placed, weights
 from tests.engine.device import set_seed
-from tests.engine.families import bert, build, gpt2, llama, t5, tokens
 from tests.engine.inside import steps_of, updating_device
 from tests.engine.reference import Reference, count_labels, count_shifted
 

@@ -12,8 +12,8 @@ import torch
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.tiers.host import Pinning
+from tests.cases.models import build, llama, tokens
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.lanes.patience import eventually
 from tests.tiers.driver import OUT_OF_MEMORY, PlayedDevice, PlayedDriver
 

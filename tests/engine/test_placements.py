@@ -9,8 +9,8 @@ import torch
 
 from offload import Engine, Placement
 from offload.errors import ConfigError
+from tests.cases.models import build, llama, tokens
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.sizes import Elements, tier_bytes
 

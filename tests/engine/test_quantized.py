@@ -20,9 +20,10 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.quant.file_codecs import FileCodec
-from tests.engine import compare, families
+from tests.cases import models
+from tests.engine import compare
 from tests.engine.compare import assert_same, train_both, weights
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
 from tests.engine.sizes import tier_bytes
@@ -57,7 +58,7 @@ def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict
     built = adapted(folder)
     engine, _ = train_both(
         built.model,
-        families.batches(3),
+        models.batches(3),
         plain=fill_all(plain_of(folder)),
         fill=built.fill,
         quantized=built.quantized,
@@ -74,7 +75,7 @@ def test_stacked_experts_stream_in_codes(tmp_path: Path) -> None:
         built = adapted(folder, "kv_b_proj")
         train_both(
             built.model,
-            families.batches(2),
+            models.batches(2),
             plain=fill_all(plain_of(folder, "kv_b_proj")),
             fill=built.fill,
             quantized=built.quantized,
@@ -87,9 +88,9 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(tmp_path: Path) -> None
     folder, held = quantized(tmp_path / "base", "fp8"), []
     for built in adapted(folder), plain_of(folder):
         engine = engine_of(built, placement=Placement(**PLACES["cpu"]), micro_batch_size=1, prefetch=0)
-        engine.step(families.tokens())
+        engine.step(models.tokens())
         parts = parts_of(engine)
-        planned = {(each.tier, each.name): each.num_bytes for each in parts.plan.allocations}
+        planned = planned_bytes(engine)
         assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
         held.append((tier_bytes(engine, "cpu")["weights"], engine.counters.h2d_bytes))
         coded = [region for region in parts.regions if isinstance(region.codec, FileCodec)]
@@ -110,15 +111,15 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(tmp_path: Path) -> None
 def test_checkpoints_have_what_is_trained_and_are_those_of_any_such_base(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "nf4")
     engine = engine_of(adapted(folder))
-    engine.step(families.tokens(0))
+    engine.step(models.tokens(0))
     with pytest.raises(ConfigError, match="files store frozen weights as nf4.*trained_only=True"):
         engine.save_checkpoint(tmp_path / "whole")
     engine.save_checkpoint(tmp_path / "trained", trained_only=True)
-    engine.step(families.tokens(1))
+    engine.step(models.tokens(1))
     for built in adapted(folder), plain_of(folder):
         other = engine_of(built)
         other.load_checkpoint(tmp_path / "trained")
-        other.step(families.tokens(1))
+        other.step(models.tokens(1))
         assert_same(weights(other), weights(engine))
 
 
@@ -152,7 +153,7 @@ def on_ranks(folder: Path, stage: int, place: dict[str, Any]) -> list[dict[str, 
         for built in adapted(folder), plain_of(folder):
             engine = engine_of(built, optimizer=SMOOTH, comm=comm, placement=Placement(**place), zero_stage=stage)
             for seed in range(2):
-                engine.step(share(families.tokens(seed), (2, 2), comm.rank))
+                engine.step(share(models.tokens(seed), (2, 2), comm.rank))
             found.append(weights(engine))
             engine.close()
     return found

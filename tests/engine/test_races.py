@@ -33,8 +33,8 @@ from offload.schedule.execute import Executor
 from offload.tiers.lease import Ring
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
 from offload.tiers.tile import Tile
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import same_bits, weights
-from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, stored_plane
 from tests.engine.test_overlap import deep

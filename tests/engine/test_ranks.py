@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
+from tests.cases.models import build
 from tests.engine.compare import assert_same, same_bits
-from tests.engine.families import build
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import (
     CASES,
@@ -66,8 +66,8 @@ def plain(case: str, num_rows: int, num_steps: int, mode: str, unlabelled: tuple
     """Train plain PyTorch on the whole batch, with an evaluation after the second step."""
     known, found = CASES[case], Found()
     model = build(known.make)
-    precision, max_grad_norm = known.precision, MODES[mode]["max_grad_norm"]
-    reference = Reference(model, SMOOTH, precision, max_grad_norm, kept=known.kept)
+    exceptions = known.reference(known.precision)
+    reference = Reference(model, SMOOTH, known.precision, MODES[mode]["max_grad_norm"], **exceptions)
     for step in range(num_steps):
         batch = known.batch(step, num_rows)
         if unlabelled:
@@ -293,7 +293,7 @@ def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) 
 def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
     """Sum the gradients of all ranks in rank order, and average the losses."""
     known, found = CASES[case], Found()
-    reference = Reference(build(known.make), SMOOTH, known.precision, kept=known.kept)
+    reference = Reference(build(known.make), SMOOTH, known.precision, **known.reference(known.precision))
     for step in range(num_steps):
         losses = []
         for rank in range(size):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload import Engine
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from tests.engine.families import build, llama
+from tests.cases.models import build, llama
 from tests.engine.handmade import Stack, cross_entropy
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB

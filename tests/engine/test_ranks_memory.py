@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.families import build
+from tests.cases.models import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained, trained_in_lockstep
 from tests.engine.sizes import Elements

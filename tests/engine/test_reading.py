@@ -27,10 +27,10 @@ from offload import Engine
 from offload.engine.units import residency
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.native import kernels
+from tests.cases.models import build, gemma2, llama, tokens
 from tests.engine import ranks
 from tests.engine.compare import placed, same_bits
 from tests.engine.device import cpu_only, twin
-from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import parts_of, recovery_of
 from tests.matrix import quick

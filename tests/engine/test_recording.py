@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from offload import LOMO, SGD, Engine
 from offload.errors import ConfigError
 from offload.optim.rule import UpdateRule
+from tests.cases.models import build, llama, mixtral, tokens
 from tests.engine.compare import PROPORTIONAL, train_both, weights
 from tests.engine.device import own_device, twin
-from tests.engine.families import build, llama, mixtral, tokens
 from tests.engine.handmade import WORDS, Block, Stack, cross_entropy, words
 from tests.engine.inside import resident_names, unit_names
 from tests.engine.reference import count_labels

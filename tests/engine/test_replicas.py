@@ -16,10 +16,10 @@ import torch
 from offload import Muon
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from tests.cases.models import build
 from tests.engine.device import cpu_only, own_device
-from tests.engine.families import build
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, JOB, Found, opened, own_loop, train
+from tests.engine.ranks_child import CASES, JOB, WITHIN, Found, opened, own_loop, train
 from tests.engine.sizes import Elements
 from tests.engine.test_ranks import (
     MODES,
@@ -83,7 +83,7 @@ def test_tiers_stages_and_timing_change_no_bit(
         num * each, {**common, "zero_stage": 0, "prefetch": 0, "placement": where}, common | variant | TIMINGS[timing]
     )
     assert_equal(found, serial)
-    within = CASES[case].within * (20 if mode == "speculative" else 2 if rows == "micro-batches" else 1)
+    within = WITHIN[CASES[case].precision] * (20 if mode == "speculative" else 2 if rows == "micro-batches" else 1)
     assert_near(found, plain(case, sum(shares), 3, mode), within)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
 
@@ -108,7 +108,7 @@ def test_own_loops_sum_gradients_as_they_are_and_once(case: str, size: int, repl
         first = found[0] if first is None or replicas > 1 else first
         for one in found:
             assert_equal(one, first, f"stage {stage}")
-        assert_near(first, wanted, 2 * CASES[case].within)
+        assert_near(first, wanted, 2 * WITHIN[CASES[case].precision])
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from offload.planning import memory
+from tests.cases.models import build, gpt2, llama
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
-from tests.engine.families import build, gpt2, llama
-from tests.engine.inside import head_of, parts_of, unit_names
+from tests.engine.inside import head_of, parts_of, planned_bytes, unit_names
 from tests.engine.ranks import run
 from tests.engine.test_group_loss import Pairs
 
@@ -133,7 +133,7 @@ def test_a_vocabulary_larger_than_the_device(
     assert "model.embed_tokens.weight in " in engine.told_tiles
     if own_device().type == "cpu":
         assert engine.counters.peak_device_bytes <= LAYER_BYTES // 4
-    planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+    planned = planned_bytes(engine)
     for tier, name, num_bytes in engine.allocations:
         assert tier == "device" or num_bytes == planned.get((tier, name), num_bytes), name
     engine.close()

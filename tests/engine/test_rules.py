@@ -21,9 +21,9 @@ from offload.native import kernels
 from offload.optim import rule as optimizer_rule
 from offload.optim.rule import ParameterTraits, UpdateRule
 from offload.planning import disk
+from tests.cases.models import batches, build, llama, tokens
 from tests.engine.compare import PLACES, assert_same, assert_weights, placed, train_both, updating_device, weights
 from tests.engine.device import own_device
-from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of, run_example, stored_factors, stored_plane
 from tests.engine.ranks import run
@@ -31,10 +31,7 @@ from tests.engine.ranks_child import trained, wide_llama
 from tests.engine.reference import Reference
 from tests.engine.test_delay import Late
 
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def subtract(states: Mapping[str, torch.Tensor], change: torch.Tensor) -> torch.Tensor:

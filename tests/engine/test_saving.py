@@ -21,11 +21,11 @@ from offload.engine.recording.trial_runs import TrialRuns
 from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
+from tests.cases.models import build, gpt2, llama, tokens
 from tests.disks import held_back
 from tests.engine import compare
 from tests.engine.compare import placed, weights
 from tests.engine.device import set_seed
-from tests.engine.families import build, gpt2, llama, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import head_of, parts_of, settle, steps_of
 from tests.engine.test_departures import Sometimes, rare

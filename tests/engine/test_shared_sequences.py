@@ -16,8 +16,8 @@ from offload.errors import ConfigError
 from offload.extras.large.shared_attention import SharedAttention
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
+from tests.cases.models import build, gemma2, llama, mixtral, opt, qwen3, tokens
 from tests.engine.compare import assert_same
-from tests.engine.families import build, gemma2, llama, mixtral, opt, qwen3, tokens
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, count_shifted
 from tests.engine.shared_child import MIXING, SMOOTH, Shared, still_gpt2, trained

@@ -23,8 +23,8 @@ from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import RowModule, TiledForward
 from offload.extras.plan.unit_use import _StandIn
 from offload.layout.regions import Piece
+from tests.cases.models import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.compare import PROPORTIONAL, train_both
-from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.matrix import quick

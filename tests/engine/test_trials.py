@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import Engine
+from tests.cases.models import build
 from tests.engine.device import cpu_only, own_device
-from tests.engine.families import build
 from tests.engine.handmade import Block, Log, Stack, cross_entropy, words
 from tests.matrix import quick
 

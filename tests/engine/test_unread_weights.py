@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Engine
+from tests.cases.models import build
 from tests.engine.compare import train_both
-from tests.engine.families import build
 from tests.engine.handmade import WIDTH, WORDS, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 

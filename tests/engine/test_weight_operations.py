@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import SGD, Engine
+from tests.cases.models import build
 from tests.engine.compare import train_both
 from tests.engine.device import cpu_only
-from tests.engine.families import build
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.inside import resident_names
 from tests.engine.weight_operations_child import BESIDE_THE_DATABASE, Watched, ask

@@ -18,9 +18,9 @@ from torch import nn
 from offload import AdamW, Engine, MeZO, Muon, Placement, Settings
 from offload.errors import ConfigError, NonFiniteError, TornError
 from offload.native import kernels
+from tests.cases.models import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, cpu_only, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
 from tests.engine.handmade import Log
 from tests.engine.inside import parts_of, steps_of
 from tests.engine.zeroth_order import PlainMeZO

@@ -23,8 +23,8 @@ from offload.extras.plan.workload import REPEATED_SHARE, Cost, Workload
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.counters import Ledger
+from tests.cases.models import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, opt, t5
 from tests.engine.documents import by_document
-from tests.engine.families import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, opt, t5
 from tests.engine.inside import parts_of
 
 ROWS, LENGTH = 4, 32

@@ -8,6 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload import LOMO, AdaLomo, AdamW
+from offload.optim.rule import UpdateRule
+from tests.cases.features import FUZZED
 from tests.fuzz import habits, models
 
 KINDS = {
@@ -25,11 +28,23 @@ KINDS = {
 """Case kinds with their sampling weights."""
 WORLDS = {"ranks2": 2, "ranks3": 3, "forwards2": 2}
 
-_BY_MATRIX = ["adafactor", "adalomo", "muon"]
-"""Update rules over whole parameters."""
+RULES: dict[str, UpdateRule] = {
+    "smooth": AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=(("up|q_proj", {"lr_scale": 0.5}),)),
+    "groups": AdamW(
+        lr=3e-3,
+        weight_decay=0.1,
+        decay_1d=True,
+        groups=(("norm|bias", {"weight_decay": 0.0}), ("0", {"lr_scale": 0.3})),
+    ),
+    "lomo": LOMO(lr=0.05, groups=(("0", {"lr_scale": 0.3}),)),
+    "adalomo": AdaLomo(lr=0.02),
+    **FUZZED,
+}
+"""Update rules by name. A case without a name uses AdamW.
 
-RULES = ("smooth", "groups", "sgd", "lion", "int8", "lomo", *_BY_MATRIX)
-"""Names of update rules in the runner. A case without a name uses AdamW."""
+smooth: an update as precise as the gradients (see tests/engine/ranks_child.py).
+"""
+_BY_MATRIX = [name for name, rule in RULES.items() if rule.by_matrix]
 
 Op = dict[str, Any]
 
@@ -184,7 +199,7 @@ def _give_habits(dice: random.Random, case: Case) -> None:
         return
     case.plain = case.plain or case.kind in ("engine", "loops")
     if "odd" in case.habits and case.forwards is None and case.settings.get("clip") != "speculative":
-        case.settings["optimizer"] = dice.choice(RULES)
+        case.settings["optimizer"] = dice.choice(list(RULES))
         if dice.random() < 0.5:
             layout = case.layouts[0]
             layout |= {"parameters": "nvme", "optimizer": "nvme"}

@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import transformers as t
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from offload.engine.loss.loss import find_loss
+from tests.cases.models import SPECIAL, bert, gemma2, gpt2, gpt_neox, llama, mistral, mixtral, opt, qwen3
 from tests.engine import handmade
-from tests.engine.families import SPECIAL
+from tests.engine.handmade import Block, CheckpointsItself, Prompt, ReturnsItsInput
 from tests.fuzz import habits
 
 Spec = dict[str, Any]
@@ -39,8 +38,8 @@ def _plain(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _llama_like(spec: Spec, **more: Any) -> dict[str, Any]:
-    return _plain(spec) | {"num_key_value_heads": spec.get("groups", spec.get("heads", 2))} | more
+def _grouped(spec: Spec) -> dict[str, Any]:
+    return _plain(spec) | {"num_key_value_heads": spec.get("groups", spec.get("heads", 2))}
 
 
 def _renamed(spec: Spec, **names: str) -> dict[str, Any]:
@@ -48,52 +47,32 @@ def _renamed(spec: Spec, **names: str) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in _plain(spec).items() if key != "tie_word_embeddings"}
 
 
+def _gpt2(spec: Spec) -> dict[str, Any]:
+    names = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
+    return _renamed(spec, **names, num_attention_heads="n_head", max_position_embeddings="n_positions")
+
+
 def _dropout(spec: Spec, *names: str) -> dict[str, float]:
     return dict.fromkeys(names, spec.get("dropout", 0.0))
 
 
-def _gemma2(spec: Spec) -> nn.Module:
-    config = t.Gemma2Config(**_llama_like(spec, head_dim=4, final_logit_softcapping=2.0, attn_logit_softcapping=2.0))
-    config._attn_implementation = "eager"
-    return t.Gemma2ForCausalLM(config)
-
-
 FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
-    "llama": lambda s: t.LlamaForCausalLM(t.LlamaConfig(**_llama_like(s), **_dropout(s, "attention_dropout"))),
-    "qwen3": lambda s: t.Qwen3ForCausalLM(t.Qwen3Config(**_llama_like(s, head_dim=4))),
-    "gemma2": _gemma2,
+    "llama": lambda s: llama(**_grouped(s), **_dropout(s, "attention_dropout")),
+    "qwen3": lambda s: qwen3(**_grouped(s), head_dim=4),
+    "gemma2": lambda s: gemma2(**_grouped(s), head_dim=4),
     # Long rows fill the window, short rows do not.
-    "mistral": lambda s: t.MistralForCausalLM(t.MistralConfig(**_llama_like(s, sliding_window=6))),
-    "mixtral": lambda s: t.MixtralForCausalLM(t.MixtralConfig(**_llama_like(s, num_local_experts=3))),
-    "gpt2": lambda s: t.GPT2LMHeadModel(
-        t.GPT2Config(
-            **_renamed(s, intermediate_size="n_inner"), **_dropout(s, "resid_pdrop", "embd_pdrop", "attn_pdrop")
-        )
+    "mistral": lambda s: mistral(**_grouped(s), sliding_window=6),
+    "mixtral": lambda s: mixtral(**_grouped(s), num_local_experts=3),
+    "gpt2": lambda s: gpt2(**_gpt2(s), **_dropout(s, "resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    "opt": lambda s: opt(
+        **_renamed(s, intermediate_size="ffn_dim"), **_dropout(s, "dropout"), word_embed_proj_dim=s["width"]
     ),
-    "opt": lambda s: t.OPTForCausalLM(
-        t.OPTConfig(
-            **_renamed(s, intermediate_size="ffn_dim"), **_dropout(s, "dropout"), word_embed_proj_dim=s["width"]
-        )
-    ),
-    "gpt_neox": lambda s: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**_plain(s), **_dropout(s, "hidden_dropout"))),
-    "bert": lambda s: t.BertForMaskedLM(
-        t.BertConfig(**_plain(s), **_dropout(s, "hidden_dropout_prob", "attention_probs_dropout_prob"))
-    ),
+    "gpt_neox": lambda s: gpt_neox(**_plain(s), **_dropout(s, "hidden_dropout")),
+    "bert": lambda s: bert(**_plain(s), **_dropout(s, "hidden_dropout_prob", "attention_probs_dropout_prob")),
 }
 UNSHIFTED = ("bert",)
 
 # -- a mosaic of blocks ----------------------------------------------------------------------------------------------
-
-
-class Tile(nn.Module):
-    """A residual block over hidden states [batch, sequence, width]."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.down(torch.tanh(self.up(self.norm(h))))
 
 
 class Empty(nn.Module):
@@ -106,7 +85,7 @@ class Empty(nn.Module):
         return h + 0.1 * torch.sin(h)
 
 
-class Dropping(Tile):
+class Dropping(Block):
     def forward(self, h: Tensor) -> Tensor:
         return functional.dropout(super().forward(h), 0.2, self.training)
 
@@ -152,24 +131,13 @@ class Assigning(MovingUnsaved):
         return h + torch.tanh(self.linear(h - before.to(h.dtype)))
 
 
-class InPlaceUpdates(Tile):
-    def forward(self, h: Tensor) -> Tensor:
-        h += self.down(torch.tanh(self.up(self.norm(h.clone()))))
-        return h
-
-
-class ChecksItself(Tile):
-    def forward(self, h: Tensor) -> Tensor:
-        return h + checkpoint(super().forward, h, use_reentrant=False)
-
-
-class WeightNormed(Tile):
+class WeightNormed(Block):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, inner)
         self.up = parametrizations.weight_norm(self.up)
 
 
-class Spectral(Tile):
+class Spectral(Block):
     """The power iteration updates buffers."""
 
     def __init__(self, width: int, inner: int) -> None:
@@ -202,7 +170,7 @@ class Experts(nn.Module):
         return h
 
 
-class Idle(Tile):
+class Idle(Block):
     """Has an unused parameter."""
 
     def __init__(self, width: int, inner: int) -> None:
@@ -221,14 +189,14 @@ class Narrow(nn.Module):
         return h * self.scale
 
 
-class Wide(Tile):
+class Wide(Block):
     """Much larger than the neighbours."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, 7 * inner)
 
 
-class HalfNorm(Tile):
+class HalfNorm(Block):
     """bfloat16 weights beside an fp32 norm."""
 
     def __init__(self, width: int, inner: int) -> None:
@@ -241,26 +209,15 @@ class HalfNorm(Tile):
         return h + self.down(torch.tanh(self.up(normed))).to(h.dtype)
 
 
-class Prompt(nn.Module):
-    """A unit with a forward method without tensor arguments."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rows, self.turn = nn.Parameter(torch.randn(2, width)), nn.Parameter(torch.randn(width, width) / width)
-
-    def forward(self) -> Tensor:
-        return torch.tanh(self.rows @ self.turn)
-
-
 TILES: dict[str, type[nn.Module]] = {
-    "tile": Tile,
+    "tile": Block,
     "empty": Empty,
     "dropping": Dropping,
     "noise": Noise,
     "moving": Moving,
     "moving-unsaved": MovingUnsaved,
-    "in-place": InPlaceUpdates,
-    "checks-itself": ChecksItself,
+    "in-place": ReturnsItsInput,
+    "checks-itself": CheckpointsItself,
     "weight-norm": WeightNormed,
     "spectral": Spectral,
     "orthogonal": Orthogonal,
@@ -319,7 +276,7 @@ class Mosaic(nn.Module):
         if spec.get("tied"):
             self.head.weight = self.embedding.weight
         if spec.get("tied-tiles"):
-            downs = [tile.down for tile in tiles if isinstance(tile, Tile) and type(tile) not in (Wide, HalfNorm)]
+            downs = [tile.down for tile in tiles if isinstance(tile, Block) and type(tile) not in (Wide, HalfNorm)]
             for down in downs[1:]:
                 down.weight = downs[0].weight
 

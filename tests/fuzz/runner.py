@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
+from offload import Engine, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoint_save import PendingCheckpoint
 from offload.engine.units import offloaded_graph
@@ -41,7 +41,7 @@ from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import forwards, habits, models
-from tests.fuzz.cases import Case, Op
+from tests.fuzz.cases import RULES, Case, Op
 from tests.fuzz.faults import Faults, Told
 from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
 
@@ -50,23 +50,6 @@ _BACKEND = "aot_eager"
 
 The bits equal uncompiled code, without seconds for code generation.
 """
-RULES = {
-    "smooth": AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=(("up|q_proj", {"lr_scale": 0.5}),)),
-    "groups": AdamW(
-        lr=3e-3,
-        weight_decay=0.1,
-        decay_1d=True,
-        groups=(("norm|bias", {"weight_decay": 0.0}), ("0", {"lr_scale": 0.3})),
-    ),
-    "sgd": SGD(lr=0.05, momentum=0.9, weight_decay=0.1),
-    "lion": Lion(lr=1e-3, weight_decay=0.1, states="bf16"),
-    "int8": AdamW(lr=3e-3, states="int8"),
-    "lomo": LOMO(lr=0.05, groups=(("0", {"lr_scale": 0.3}),)),
-    "adafactor": Adafactor(lr=0.02, weight_decay=0.1),
-    "adalomo": AdaLomo(lr=0.02),
-    "muon": Muon(lr=0.02, rest=LOMO(lr=0.05), groups=(("up", {"rule": AdamW(lr=0.05, eps=1.0)}),)),
-}
-"""smooth: an update as precise as the gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
 _REORDERS = {"head_chunk_bytes", "passes", "sequence_tile"}
 """Settings that change the summation order."""

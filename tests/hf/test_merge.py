@@ -17,7 +17,7 @@ from offload.app.hf.write import write_model
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation, write_adapter
 from offload.extras.adapters.merge import MergedWeights
-from tests.engine import families
+from tests.cases import models
 from tests.integrations.plain import needs
 from tests.matrix import matrix
 
@@ -68,7 +68,7 @@ def merge(base: Path, adapter: Path, out: Path) -> MergedWeights:
 
 @matrix(
     strength=1,
-    make=[families.llama, families.gemma2, families.gpt2, families.opt, families.qwen3],
+    make=[models.llama, models.gemma2, models.gpt2, models.opt, models.qwen3],
     case=CASES,
     dtype=[torch.float32, torch.bfloat16],
 )
@@ -76,7 +76,7 @@ def test_the_folder_is_what_peft_and_transformers_write(
     make: Any, case: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
-    model: Any = families.build(make).to(dtype)
+    model: Any = models.build(make).to(dtype)
     model.save_pretrained(base)
     adapter = adapted(base, case, tmp_path)
     merge(base, adapter, tmp_path / "ours")
@@ -87,7 +87,7 @@ def test_the_folder_is_what_peft_and_transformers_write(
 
 
 def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
-    model: Any = families.build(families.llama)
+    model: Any = models.build(models.llama)
     model.save_pretrained(tmp_path / "base")
     section = ModelSection(path=str(tmp_path / "base"))
     plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
@@ -103,7 +103,7 @@ def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
 def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) -> None:
     """PEFT merges it into both."""
     base = tmp_path / "base"
-    model: Any = families.build(families.gemma2)
+    model: Any = models.build(models.gemma2)
     model.save_pretrained(base)
     folder = adapted(base, {"rank": 4, "target_modules": ["lm_head"]}, tmp_path)
     with pytest.raises(ConfigError, match=r"embed_tokens.weight and lm_head.weight share one weight.*without --merge"):
@@ -121,7 +121,7 @@ def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) ->
 def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], tmp_path: Path) -> None:
     """The engine stores the tensor under the first name, and PEFT reads the second."""
     base, file = tmp_path / "base", tmp_path / "adapter.json"
-    model: Any = families.build(families.gemma2)
+    model: Any = models.build(models.gemma2)
     model.save_pretrained(base)
     file.write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", **case}))
     adaptation = Adaptation.of(LoraSection(config=str(file)), "causal")
@@ -136,7 +136,7 @@ def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], t
 
 
 def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
-    model: Any = families.build(families.llama)
+    model: Any = models.build(models.llama)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "prefix.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}))
     section = ModelSection(path=str(tmp_path / "base"))

@@ -21,9 +21,9 @@ from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.extras.generate.conversation import Conversation
 from offload.extras.generate.sampler import Sampler, SamplingOptions
 from offload.extras.generate.streamed_model import StreamedModel
+from tests.cases.models import bert, t5, tokens
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import flip, tokenizer, train
-from tests.engine.families import bert, t5, tokens
 from tests.matrix import quick
 from tests.zoo.families import families
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offload.checkpoint.reader import Reader
-from tests.engine import families
+from tests.cases import models
 from tests.engine.compare import train_both
 from tests.engine.reference import count_labels
 from tests.engine.test_frozen_weights import dequantised
@@ -85,7 +85,7 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "nf4"])
 def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
-    base = families.build(lambda: families.llama(hidden_size=64, intermediate_size=96, num_key_value_heads=4))
+    base = models.build(lambda: models.llama(hidden_size=64, intermediate_size=96, num_key_value_heads=4))
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     own = {"kwargs": {"offload": {"frozen_weights": codec}}}
@@ -104,13 +104,13 @@ def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "task", "settings"),
     [
-        (families.llama, "CAUSAL_LM", {"micro_batch_size": 2}),
-        (families.gemma2, "CAUSAL_LM", {"recompute": "never"}),
-        (families.t5, "SEQ_2_SEQ_LM", {"recompute": "always"}),
+        (models.llama, "CAUSAL_LM", {"micro_batch_size": 2}),
+        (models.gemma2, "CAUSAL_LM", {"recompute": "never"}),
+        (models.t5, "SEQ_2_SEQ_LM", {"recompute": "always"}),
     ],
 )
 def test_a_prefix_is_seen_and_trained(make: Callable[[], nn.Module], task: str, settings: dict[str, Any]) -> None:
     """PEFT passes the prefix keys and values as a non-empty cache."""
-    model = get_peft_model(families.build(make), PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
-    count = count_labels if make is families.t5 else None
-    train_both(model, [families.tokens(seed) for seed in range(2)], count=count, within=1e-4, **settings)
+    model = get_peft_model(models.build(make), PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
+    count = count_labels if make is models.t5 else None
+    train_both(model, [models.tokens(seed) for seed in range(2)], count=count, within=1e-4, **settings)

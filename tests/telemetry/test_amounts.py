@@ -11,7 +11,7 @@ from torch import nn
 from offload.amounts import Amount, Measure
 from offload.app.training.parts import MeasuredFill, stages
 from offload.engine.engine import Engine
-from tests.engine.families import llama, tokens
+from tests.cases.models import llama, tokens
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.zoo.families import BATCHES, OPEN, OVERRIDES, UNBUILDABLE, families
 QUICK = ("mamba", "xlnet", "zamba", "gemma3n_text")
 """Quick families: a state space, relative positions, shared blocks, and layers with shared keys and values.
 
-More families: tests/engine/families.py.
+More families: tests/cases/models.py.
 """
 
 

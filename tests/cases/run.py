@@ -1,0 +1,85 @@
+"""Train a case in a cell: in this process, or as one of several ranks. Loads with an older `offload` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from offload import Engine, Placement
+from tests.cases.features import ADAMW, LIMITS, Case, Cell, limits_of
+from tests.cases.models import build, share
+from tests.engine.device import set_seed
+
+
+class Step(NamedTuple):
+    """Numbers of a step. early_norm: in an own loop, the norm before the update. slopes: of MeZO."""
+
+    loss: float
+    norm: float
+    early_norm: float | None = None
+    slopes: tuple[float, ...] = ()
+
+
+@contextmanager
+def small(case: Case) -> Iterator[None]:
+    """Make limits small enough for the small model of a case."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in limits_of({**LIMITS, **case.limits}):
+            patch.setattr(*limit)
+        yield
+
+
+@dataclass(frozen=True)
+class Training:
+    """A case in a cell. folder: for states on disk. rank: of `cell.ranks`."""
+
+    case: Case
+    cell: Cell
+    folder: Path
+    rank: int = 0
+
+    @property
+    def placement(self) -> Placement:
+        tiers = {**self.case.placement, **self.cell.place}
+        return Placement(**tiers, nvme_dir=str(self.folder) if "nvme" in tiers.values() else None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keywords for `Engine` without the placement."""
+        return {"optimizer": ADAMW, "clip": "deferred", **self.case.settings, **self.cell.settings}
+
+    def engine(self, seed: int = 0, fill: Callable[[nn.Module], Any] = lambda model: None, **settings: Any) -> Engine:
+        """Open an engine on a new model. fill: returns the `fill` of the engine."""
+        model = build(self.cell.make or self.case.make, seed)
+        return Engine(model, placement=self.placement, fill=fill(model), **{**self.settings, **settings})
+
+    def batch(self, number: int) -> Mapping[str, Tensor]:
+        """Return this rank's rows."""
+        rows, make = self.cell.rows, self.cell.batch or self.case.batch
+        if isinstance(rows, int):
+            num_shares = self.cell.ranks // self.cell.settings.get("sequence_parallel", 1)
+            rows = [rows // num_shares] * num_shares
+        whole = make(number, sum(rows)) if self.cell.length is None else make(number, sum(rows), self.cell.length)
+        return share(whole, rows, self.rank % len(rows))
+
+    def step(self, engine: Engine, number: int) -> Step:
+        """Train on batch `number`."""
+        set_seed(100 * self.rank + number)
+        early_norm = None
+        if self.cell.own_loop:
+            engine.backward(engine.model(**self.batch(number)).loss)
+            early_norm = engine.grad_norm()
+            result = engine.update(0.5)
+        else:
+            result = engine.step(self.batch(number), loss_fn=self.case.loss_fn)
+        slopes = () if result.measured is None else tuple(result.measured.slopes)
+        return Step(result.loss.item(), result.grad_norm, early_norm, slopes)
+
+    def train(self, engine: Engine, numbers: Iterable[int]) -> list[Step]:
+        return [self.step(engine, number) for number in numbers]
