@@ -38,7 +38,7 @@ from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve, reso
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import MeasuredFill, build_engine, describe_differences, describe_length, stages
-from offload.app.training.planner import Planned, RunForecast, decide_placement, planned_advice
+from offload.app.training.planner import Planned, decide_placement, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
@@ -64,29 +64,25 @@ Say = Callable[[str], None]
 class Run:
     """A built training run.
 
-    - config: configuration with every decision possible before the first step.
+    - config: configuration with every decision possible before the first step. Those in `setup` and `planned` have
+      fewer.
     - files: tokenizer or processor files by name, on rank 0.
     - extra_files: further files for each checkpoint.
     - meta: run position from the checkpoint to resume from. None: a new run.
-    - trainable: the trainable part and its storage.
     - build_base: builds the initial model again.
-    - forecast: memory and time forecast. None: unknown, or a rank other than 0.
-    - misfit: shortage by the forecast and the smallest change that fits, on all ranks. Empty: fits, or unknown.
     - disk_needs: bytes needed on the disk with the run folder.
     """
 
     config: Config
-    model_kind: ModelKind
+    setup: RunSetup
+    planned: Planned
     data: Task
     objective: Objective
     engine: Engine
     files: Mapping[str, bytes]
     extra_files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
-    trainable: TrainablePart
     build_base: BuildBase
-    forecast: RunForecast | None
-    misfit: str
     disk_needs: DiskNeeds
 
 
@@ -109,7 +105,7 @@ class RunSetup(NamedTuple):
         `user_model`: a model already made in Python. Raises ConfigError and MissingLibraryError.
         """
         quiet_transformers()
-        torch.manual_seed(start.config.run.seed)
+        torch.manual_seed(start.config.run.seed)  # before anything draws a number
         architecture = load_architecture(start) if user_model is None else user_model.architecture()
         kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
         method = start.config.train.method
@@ -133,7 +129,7 @@ class RunSetup(NamedTuple):
         config = resolve(start.config, has_accelerator=has_accelerator, max_positions=most)
         check_sequence_length(most, int(config.data.sequence_length or 0))
         trainable = choose_trainable_part(config, architecture, kind, start)
-        num_rows = vocab_size(architecture)
+        num_rows = vocab_size(architecture)  # without the rows added below
         has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
         grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
         if config.lora.adapts:
@@ -173,9 +169,10 @@ def make_run(
         accelerator = own_accelerator(start.config.offload.device)
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
     build = _Build(start, comm, say, note, user_model, doing, accelerator, setup)
+    # A resumed run reads the data by the rows of the earlier run: other rows would end at the comparison below.
     asked = resolve_saved_rows(setup.config, start.data) if resumes else setup.config
     data = build.prepare_data(asked)
-    comm.agree("the training data", data.state_dict())
+    comm.agree("the training data", data.state_dict())  # each rank has read a disk of its own
     if resumes:
         with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
@@ -184,6 +181,7 @@ def make_run(
     if train.steps and train.epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {train.steps}, and overrides train.epochs, {train.epochs:g}: leave one of them out.")
     doing("making the model and its plan", unmeasured)
+    # The plan before the engine, and the engine before the states of a checkpoint: these go into the engine's memory.
     model = build.make_model(config, data)
     planned = decide_placement(config, setup.architecture, data, comm, say, note)
     opened = build.open_engine(planned, model.built)
@@ -192,17 +190,15 @@ def make_run(
     final, rows = build.keep_documents_apart(asked, planned.config, data, opened.engine)
     return Run(
         config=final,
-        model_kind=setup.model_kind,
+        setup=setup,
+        planned=planned,
         data=rows,
         objective=model.objective,
         engine=opened.engine,
         files=model.files,
         extra_files={**model.files, **opened.files},
         meta=meta,
-        trainable=setup.trainable,
         build_base=partial(build.build_base, final),
-        forecast=planned.forecast,
-        misfit=planned.misfit,
         disk_needs=opened.disk_needs,
     )
 
@@ -247,7 +243,7 @@ class _Build:
     def prepare_data(self, config: Config) -> Task:
         setup, whole = self.setup, self.whole
         described = config
-        if whole is not None and not _is_found(config.model):
+        if whole is not None and not _is_found(config.model):  # the checkpoint has everything
             self.note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
             described = config.with_resolved(model__path=str(whole))
         return rank_0_first(
@@ -266,7 +262,7 @@ class _Build:
         return build_model(
             section,
             seed=config.run.seed,
-            config=copy.deepcopy(self.setup.architecture),
+            config=copy.deepcopy(self.setup.architecture),  # a build changes the copy
             sequence_length=int(config.data.sequence_length or 0),
             grow=self.setup.grows,
             dtype=DTYPES[str(config.train.precision)],
@@ -279,7 +275,7 @@ class _Build:
             objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
-            files = data.files() if self.comm.rank == 0 else {}
+            files = data.files() if self.comm.rank == 0 else {}  # rank 0 writes them
             self._set_token_ids(config, data)
             if whole is None or self.user_model is not None:
                 base = self.build_base(config)
@@ -304,10 +300,12 @@ class _Build:
 
     def open_engine(self, planned: Planned, built: BuiltModel) -> _Opened:
         trainable, model = self.setup.trainable, built.model
+        # All of this before `build_engine`: the engine puts other parameters into the model.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         name = f"{trainable.name(model)}, {num_parameters:,} parameters"
         description = list(trainable.describe(model))
         files = trainable.files(model)
+        # Exchanged in place of the contents.
         digests = {file: xxh3_64_hexdigest(content) for file, content in files.items()}
         self.comm.agree("what lies beside the states", digests)
         disk_needs = DiskNeeds.of(planned.config, trainable, model)
@@ -320,7 +318,7 @@ class _Build:
         trainable.check(engine)
         for text in planned.late_notes:
             self.note(text)
-        built.close()
+        built.close()  # the engine has reopened the files for reads in each step
         self._describe(planned, name, engine)
         for text in (*description, *describe_differences(planned.config, engine)):
             self.say(text)
@@ -350,19 +348,21 @@ class _Build:
         """
         setup = self.setup
         why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, setup.rope_limit)
-        masked = config.with_resolved(model__attention="auto") if why_mask else config
+        if why_mask:
+            config = config.with_resolved(model__attention="auto")
         if why_mixed:
-            return self._separate_documents(asked, masked, engine, why_mixed)
+            return self._separate_documents(asked, config, engine, why_mixed)
         if why_mask:
             mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
             self.say(
                 f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
                 f"{format_bytes(mask_bytes)}, and no plan counts it."
             )
-        return masked, data
+        return config, data
 
     def _separate_documents(self, asked: Config, config: Config, engine: Engine, why: str) -> tuple[Config, Task]:
         """Prepare the data again, with one document in each row. Raises ConfigError if the rows must stay."""
+        # Another packing would change the earlier steps of a resumed run, or contradict the user.
         if self.start.folders or asked.data.packing_isolated is True:
             engine.close()
             raise common(
@@ -375,7 +375,7 @@ class _Build:
         by_length = {"data__group_by_length": False} if engine.compiles else {}  # each length would be compiled
         rows = self.prepare_data(asked.with_resolved(**one_each, **by_length))
         self.say(f"note: {why}: conversations are not packed. {rows.rows_description}")
-        counted = decide(asked, FROM_NUM_STEPS, rows.num_steps)
+        counted = decide(asked, FROM_NUM_STEPS, rows.num_steps)  # other rows are other numbers of steps
         decided = config.with_resolved(
             **one_each,
             data__group_by_length=rows.by_length,
@@ -418,7 +418,7 @@ def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any
             say(f"reading {format_bytes(num_bytes)} of states from {folder} ...")
         try:
             meta = engine.load_checkpoint(folder, reset=start.config.optimizer.reset)
-        except CheckpointError as error:
+        except CheckpointError as error:  # the engine checks the data: damage shows only here
             if len(start.folders) > 1:
                 say(f"note: a checkpoint is skipped: {error}")
             reasons.append(str(error))

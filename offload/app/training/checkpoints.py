@@ -63,7 +63,7 @@ class Saves:
         self._comm = comm
         self._section = run.config.checkpoint
         self._needs = run.disk_needs
-        self._trainable = run.trainable
+        self._trainable = run.setup.trainable
         self._callbacks = callbacks
         self._say = say
         self._checkpoints = Checkpoints(folder.checkpoints)
@@ -72,7 +72,7 @@ class Saves:
         self._hourly: int | None = None  # step of the last time-based checkpoint
         self._best_step = progress.best.step
         self._next_s = time.monotonic() + _AUTO_S
-        # Results: the last complete save, and the failure of the last one.
+        # Results: the last complete save, and the failure of the latest one.
         self.last_step = None if run.meta is None else progress.num_done
         self.failure: DiskError | None = None
         self._failed_step: int | None = None  # reported once: the end of a run tries the step again
@@ -83,14 +83,18 @@ class Saves:
         """Return the seconds training waited for saves since the last call, as a metrics field. Empty: no wait."""
         stalled_s = self._stalled_s
         self._stalled_s = 0.0
-        return {"checkpoint_seconds": stalled_s} if stalled_s else {}
+        if not stalled_s:
+            return {}
+        return {"checkpoint_seconds": stalled_s}
 
     def begin(self) -> None:
         """Move aside later checkpoints from another branch of the run, once this run has its own results.
 
         One rank per disk does the move.
         """
-        for path in self._checkpoints.move_aside(self.last_step or 0) if self._keeps else ():
+        if not self._keeps:
+            return
+        for path in self._checkpoints.move_aside(self.last_step or 0):
             self._say(
                 f"note: a checkpoint above step {self.last_step or 0} was renamed to {path}; delete it if you like."
             )
@@ -105,7 +109,9 @@ class Saves:
     @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, including one being written."""
-        return self._pending.step if self._pending is not None else self.last_step
+        if self._pending is not None:
+            return self._pending.step
+        return self.last_step
 
     @property
     def is_due(self) -> bool:
@@ -158,7 +164,9 @@ class Saves:
                     path = self._checkpoints.target(step)
             meta = {**meta, **self._trainable.metadata()}
             saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trainable.trained_only)
-            best_step = meta["best"]["step"] if self._section.keep_best else None
+            best_step = None
+            if self._section.keep_best:
+                best_step = meta["best"]["step"]
             self._pending = _PendingSave(saving, step, path, begin, is_hourly, best_step)
         self._pending.stalled_s = time.perf_counter() - begin
 
@@ -175,10 +183,15 @@ class Saves:
                         self._checkpoints.register(pending.path, keep, pending.best_step)
                         is_regular = keep is not None or (isinstance(every, int) and (previous or 0) % every == 0)
                         # Replaced: the last time-based checkpoint, and the previous best one if saved only for that.
-                        for step in {self._hourly, None if is_regular else previous} - {None, pending.best_step}:
+                        replaced = {self._hourly}
+                        if not is_regular:
+                            replaced.add(previous)
+                        for step in replaced - {None, pending.best_step}:
                             with suppress(DiskError):
                                 remove(self._checkpoints.path / f"step-{step}")
-                        self._hourly = pending.step if pending.is_hourly else None
+                        self._hourly = None
+                        if pending.is_hourly:
+                            self._hourly = pending.step
                         self._best_step = pending.best_step
         finally:
             self._pending = None
@@ -219,7 +232,9 @@ class Saves:
         """Return the error for a run that ends because a step could not be saved, with the way to go on."""
         text = f"{self._describe(step, error)} {self._way_on}"
         ending = DiskError(text, error.errno or 0, error.path, error.offset, error.num_bytes)
-        return common(ending) if is_common(error) else ending
+        if is_common(error):
+            return common(ending)
+        return ending
 
     def unsaved_error(self, step: int, exported: Path | None) -> DiskError:
         """Return the error for a completed run without a saved last step."""
@@ -247,4 +262,6 @@ class Saves:
 
     @property
     def _last_saved(self) -> str:
-        return f"the last one is of step {self.last_step}" if self.last_step is not None else "and there is none yet"
+        if self.last_step is not None:
+            return f"the last one is of step {self.last_step}"
+        return "and there is none yet"

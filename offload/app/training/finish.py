@@ -39,7 +39,7 @@ class Export:
         self.path = folder.hf
         self._checkpoints = folder.checkpoints
         self._run = run
-        self._trainable = run.trainable
+        self._trainable = run.setup.trainable
         self._precision = str(run.config.train.precision)
         self._say = say
 
@@ -50,6 +50,7 @@ class Export:
         checkpoint. With `checkpoint.export_best` also only if the last step is the best one. The folder itself does not
         record a step.
         """
+        # With export_best the folder has other weights, unless the last step is the best.
         is_last = not config.checkpoint.export_best or progress.best.step in (None, progress.num_done)
         if progress.num_done > progress.first_step or not is_last:
             return False
@@ -65,7 +66,7 @@ class Export:
         if self._trainable.library:
             # Before the write: the engine is closed when the export is loaded.
             self._probe = reload.take_probe(engine, self.probe_batch())
-        self._base_bytes = self._trainable.base_bytes(engine.model)
+        self._base_bytes = self._trainable.base_bytes(engine.model)  # now too: the check has no model to ask
         self._trainable.write(engine, self.path, self._run.files, self._run.build_base)
         weights = ""
         with suppress(OSError, ValueError):  # an adapter, or a rank with another disk
@@ -97,7 +98,7 @@ class Export:
         with in_link, stages_in_memory(model, make_settings(self._run.config)):
             comparison = reload.check_logits(model, self._probe, self._precision)
         self._say(f"reloaded: by {self._trainable.library}, from {self.path}: {comparison}")
-        if self._run.model_kind.name == "causal" and data.tokenizer is not None and not data.has_pictures:
+        if self._run.setup.model_kind.name == "causal" and data.tokenizer is not None and not data.has_pictures:
             self._say_sample(model, data.tokenizer)
 
     def _say_sample(self, model: Any, tokenizer: Any) -> None:
@@ -106,7 +107,9 @@ class Export:
         if cut is None:
             return
         prompt, answer = cut
-        num_tokens = reload.SAMPLE_TOKENS if limit is None else min(reload.SAMPLE_TOKENS, limit - len(prompt))
+        num_tokens = reload.SAMPLE_TOKENS
+        if limit is not None:
+            num_tokens = min(num_tokens, limit - len(prompt))
         if num_tokens < 1:
             return
         ids = torch.from_numpy(prompt)[None]

@@ -88,6 +88,7 @@ class Trainer:
     ) -> None:
         self.config, self._user_model = merge_arguments(config, model, data, eval_data)
         self._callbacks = Callbacks(callbacks)
+        # Opened by `run`, and closed there after any failure.
         self._open_engine: Engine | None = None
         self._folder: RunFolder | None = None
         self._records = Records()
@@ -103,8 +104,12 @@ class Trainer:
         self._comm = comm
         rank_exit = RankExit(comm)
         self._is_first = comm.rank == 0
-        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()
-        self._notes = Notes(comm, self._say if self._is_first else print)
+        self._progress = Progress()
+        show: Callable[[str], None] = print
+        if self._is_first:
+            self._progress = make_progress(self.config.train.log_every)
+            show = self._say
+        self._notes = Notes(comm, show)
         with StopSignals(self._say) as self._stop:
             # A lost rank ends this one too: a signal must not begin a save any more.
             comm.on_lost(lambda _error: self._stop.ignore())
@@ -145,16 +150,16 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config = run.config
         self._objective = run.objective
-        self._trainable = run.trainable
+        self._trainable = run.setup.trainable
         self._open_engine = run.engine
         self._progress.begin_step(run.engine.num_steps + 1, run.engine.amount)
         folders = () if run.meta is None else start.folders
+        # Values of the initial weights, for example of a reference, are measured before the first step.
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})
         self._data = run.data
         self._files = run.extra_files
-        self._forecast = run.forecast
-        self._misfit = run.misfit
+        self._planned = run.planned
         self._notes.exchange()
         self._share = Share.of(self.config, comm)
         self._run_progress = RunProgress(run.meta, self.config.train)
@@ -219,10 +224,11 @@ class Trainer:
             self._callbacks.notify("on_step_begin")
             self._say(*self._trainable.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
-            is_marked = not self.config.optimizer.has_gradients and step == progress.first_step  # for replay
-            mark = {"weights": self._engine.weights_mark()} if is_marked else {}
+            mark = {}
+            if not self.config.optimizer.has_gradients and step == progress.first_step:  # for replay
+                mark["weights"] = self._engine.weights_mark()
             self._progress.begin_step(step + 1, self._engine.amount)
-            with planned_advice(self._misfit):
+            with planned_advice(self._planned.misfit):
                 result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
             if step == progress.first_step:
@@ -317,7 +323,8 @@ class Trainer:
         pids = self._comm.gather_objects(os.getpid(), "process ids")
         self._saves.begin()
         try:
-            self._records.open(self.config, self._engine, result, pids, self._run_progress.first_step, self._forecast)
+            first_step, forecast = self._run_progress.first_step, self._planned.forecast
+            self._records.open(self.config, self._engine, result, pids, first_step, forecast)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         self._say(describe_tiers(self._engine, self.config, self._folder.path))
@@ -412,8 +419,9 @@ def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple
         )
     # The caller's object must not change.
     config = config.model_copy(deep=True)
-    user_model = None if model is None else ModelObject(model)
-    if user_model is not None:
+    user_model = None
+    if model is not None:
+        user_model = ModelObject(model)
         if config.lora.adapts:
             raise ConfigError(
                 "an adapter is configured (lora) over a model given in Python, but a later load must find its base "

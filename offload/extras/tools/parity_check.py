@@ -506,11 +506,11 @@ class _Sides:
 def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
     """Build the resident side with the initial model of the run. Raises DoesNotFitError."""
     config, engine = run.config, run.engine
-    built = run.trainable.prepare(run.build_base())
+    built = run.setup.trainable.prepare(run.build_base())
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     # On shapes, before any weight is read.
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
-    built = run.trainable.prepare(_plain_base(run))
+    built = run.setup.trainable.prepare(_plain_base(run))
     fill_all(built)
     late_after = config.train.delay_after if config.train.delay else None
     return ResidentTrainer(
@@ -540,10 +540,10 @@ def _plain_base(run: Run) -> BuiltModel:
         return base
     assert base.folder is not None
     config: Any = load_model_config(section)
-    if run.model_kind.name == "seq2seq":  # chosen by the run where the folder has none
+    if run.setup.model_kind.name == "seq2seq":  # chosen by the run where the folder has none
         config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
     dtype = DTYPES[str(run.config.train.precision)]
-    plain = load_whole(run.model_kind.auto, base.folder, config, dtype, attention_options(section))
+    plain = load_whole(run.setup.model_kind.auto, base.folder, config, dtype, attention_options(section))
     return replace(base, model=plain.model, fill=plain.fill)
 
 
