@@ -423,8 +423,13 @@ def host_table() -> str:
     return "\n".join(lines)
 
 
-SAVING = ("saving the states", "exporting")
-"""Phases that take memory up to the host budget."""
+def bytes_until_last_step(sizes: Mapping[str, int]) -> int:
+    """Return the most bytes among the phases of a run, given in its order, up to the steps.
+
+    A save and an export take memory up to the host budget.
+    """
+    phases = list(sizes)
+    return max(sizes[phase] for phase in phases[: phases.index("step") + 1])
 
 
 def real_rows() -> Iterator[dict[str, str]]:
@@ -434,7 +439,7 @@ def real_rows() -> Iterator[dict[str, str]]:
         plan, seconds = run["plan"], run["seconds"]
         planned_bytes = plan["device bytes"] + plan["host bytes"] + plan["operation bytes"] + run["program bytes"]
         bytes_of = {
-            "process memory": max(size for phase, size in run["private bytes"].items() if phase not in SAVING),
+            "process memory": bytes_until_last_step(run["private bytes"]),
             "planned memory": planned_bytes,
             "device budget used": run["device bytes"],
             "disk": run["disk bytes"],

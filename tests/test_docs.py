@@ -134,6 +134,13 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
+def test_the_memory_of_a_run_is_without_the_save_and_the_export() -> None:
+    """Both come after the steps, and take memory up to the host budget."""
+    sizes = {"reading the data": 2, "step": 3, "saving the states": 9, "exporting": 8}
+    assert MAKE["bytes_until_last_step"](sizes) == 3
+    assert MAKE["bytes_until_last_step"](sizes | {"reading the data": 4}) == 4
+
+
 def test_numbers_of_the_readme_are_those_of_their_sources() -> None:
     text = (ROOT / "README.md").read_text()
     assert MAKE["with_parts"]("README.md") == text, "run docs/make.py"
