@@ -131,6 +131,7 @@ def error_with_alternative(folder: Path, reason: str, path: Path | None = None) 
 
 def is_checkpoint(path: Path) -> bool:
     """Tell whether a folder looks like a checkpoint, intact or not."""
+    # By any mark: a damaged checkpoint must get the error for checkpoints, not for folders without a model.
     named = path.is_dir() and _STEP.fullmatch(path.resolve().name) is not None
     return named or (path / MANIFEST).is_file() or any(path.glob("rank-*.bin"))
 
@@ -156,7 +157,9 @@ def verify_with_progress(folder: Path) -> str:
 def hint_of_model(run: Path) -> str:
     """Return a sentence about the model of a run that saved no checkpoint; empty without one."""
     model = run / "hf"
-    return f" The run saved none, and the trained model is {model}." if model.is_dir() else ""
+    if model.is_dir():
+        return f" The run saved none, and the trained model is {model}."
+    return ""
 
 
 def choose_checkpoint(path: Path, say: Callable[[str], None], others: str = "") -> Path:
@@ -186,8 +189,10 @@ def choose_checkpoint(path: Path, say: Callable[[str], None], others: str = "") 
 
 def choose_model(path: Path, say: Callable[[str], None]) -> Path:
     """Return the Hugging Face folder or the checkpoint for a path; for a run as in `choose_checkpoint`."""
-    is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
-    return path if is_folder else choose_checkpoint(path, say, others="a Hugging Face folder, ")
+    is_folder = (path / "config.json").is_file() and not is_checkpoint(path)  # a checkpoint has a config.json too
+    if is_folder:
+        return path
+    return choose_checkpoint(path, say, others="a Hugging Face folder, ")
 
 
 def write_small(path: Path, text: str) -> None:

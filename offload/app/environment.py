@@ -91,6 +91,7 @@ def _processor() -> dict[str, Any]:
             return _caches()
         info = cpuinfo.get_cpu_info()
         name, flags = info.get("brand_raw"), info.get("flags", ())
+    # Of some hundred flags, the ones of instruction sets for arithmetic.
     kept = sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve")))
     return {"name": name, "flags": kept} | _caches()
 

@@ -52,7 +52,7 @@ class StoredParameter:
         """Return a new tensor with elements `begin` to `end` of the flat parameter. Raises CheckpointError."""
         planes = self.reader.contents[self.name].planes
         has_low = "low" in planes and self.dtype == torch.float32
-        if planes["weights"] == self.dtype:
+        if planes["weights"] == self.dtype:  # no conversion, so no blocks
             return self._plane("weights", begin, end)
         values = torch.empty(end - begin, dtype=self.dtype)
         for low in range(begin, end, _BLOCK_NUMEL):
@@ -85,6 +85,7 @@ class StoredWeights:
         self._reader = reader
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         _check(state, reader)
+        # A tied weight is stored under the first name.
         first: dict[int, str] = {}
         for name in without_moved(reader.contents):
             first.setdefault(id(state[name]), name)

@@ -25,7 +25,7 @@ _PACKAGE = Path(__file__).parents[1]
 def default_cache_dir() -> Path:
     """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "offload"
+    return Path(base or Path.home() / ".cache") / "offload"
 
 
 def hash_paths(paths: Iterable[Path]) -> str:
@@ -48,6 +48,7 @@ def class_hash(classes: Iterable[type]) -> str:
     For a class without a file, for example from an interactive session, the hash is random: no other process treats the
     class as identical.
     """
+    # With the bases: a method may come from any of these files.
     bases = {base for cls in classes for base in cls.__mro__ if base is not object}
     try:
         return hash_paths(sorted({Path(inspect.getfile(base)) for base in bases}))
@@ -63,8 +64,10 @@ def code_hash(folder: str = "") -> str:
     """
     files = sorted((_PACKAGE / folder).rglob("*.py"))
     assert files, f"no code in {folder}"
-    core = None if folder else find_spec("offload._core")  # an editable install stores the library elsewhere
-    return hash_paths([*files, *(Path(each.origin) for each in (core,) if each is not None and each.origin)])
+    # An editable install stores the library elsewhere.
+    if not folder and (core := find_spec("offload._core")) is not None and core.origin:
+        files.append(Path(core.origin))
+    return hash_paths(files)
 
 
 def read_json(path: Path) -> Any:
@@ -84,6 +87,6 @@ def write_json(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)
-    except OSError:
+    except OSError:  # the value is computed again next time
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -52,6 +52,7 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
     saved: `Config.to_dict` of the earlier run, stored in the checkpoint at `where`. Raises ConfigError with the keys if
     a value fixed for the run was set differently.
     """
+    # A checkpoint from an earlier version has other names, and settings since retired.
     saved = {current_name(key): each for key, each in saved.items()}
     earlier = Config.load(None, without_retired({key: value for key, (value, _) in saved.items()}, resumes=True))
     taken: dict[str, tuple[Any, str]] = {}
@@ -62,11 +63,13 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
         origin = saved[key][1] if key in saved else "default"
         rule = _rule(key, given, earlier, was_decided=origin == "resolved")
         is_set, is_fixed = given.origin(key) != "default", rule is AtResume.FIXED
+        # With auto the user leaves the decision to the program, and a fixed setting is decided already.
         is_open = own in (None, "auto") and (is_fixed or origin == "resolved")
         if not is_set or (is_fixed and is_open):
             if rule in (AtResume.FIXED, AtResume.KEPT) and origin != "default":
                 taken[key] = value, origin
         elif own != value and not is_open and rule is not AtResume.OWN:
+            # Names of files may differ and mean the same: later checks compare contents.
             is_refused = is_fixed and not _may_be_the_same(key, own, value)
             differences = refused if is_refused else changes
             differences.append(f"{key} is {show_value(own)} and was {show_value(value)}")
@@ -92,16 +95,24 @@ def _rule(key: str, given: Config, earlier: Config, *, was_decided: bool) -> AtR
     rule = at_resume(key)
     optimizer, was = given.optimizer, earlier.optimizer.name
     if rule is AtResume.ANEW:
-        return AtResume.OWN if was_decided else AtResume.KEPT
+        # A user's value stands; a value decided by the machine may differ on this machine.
+        if was_decided:
+            return AtResume.OWN
+        return AtResume.KEPT
     if rule is AtResume.STATE:
         rule = AtResume.OF_RULE if optimizer.reset else AtResume.FIXED
-    if was_decided and key in RULE_SETTINGS[was].defaults:
+    if was_decided and key in RULE_SETTINGS[was].defaults:  # a default of the rule, also in other sections
         rule = AtResume.OF_RULE
     if rule is AtResume.OF_RULE:
         changes_rule = optimizer.reset and given.origin("optimizer.name") != "default" and optimizer.name != was
-        return AtResume.ANEW if changes_rule else AtResume.KEPT
+        if changes_rule:
+            return AtResume.ANEW
+        return AtResume.KEPT
+    # Epochs given now mean another number of steps than in the earlier run.
     counts_epochs = given.train.epochs is not None and given.origin("train.epochs") != "default"
-    return AtResume.ANEW if key == "train.steps" and counts_epochs else rule
+    if key == "train.steps" and counts_epochs:
+        return AtResume.ANEW
+    return rule
 
 
 def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
@@ -113,6 +124,7 @@ def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
     if not is_path or not previous:
         return False
     paths = [str(Path(name).expanduser()) for name in names_in(previous)]
+    # Gone from there: the user may have moved them, and only the contents can tell.
     has_moved = not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
     return has_moved or _spelled_out(own) == _spelled_out(previous)
 

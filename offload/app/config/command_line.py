@@ -157,6 +157,7 @@ def say(text: str) -> None:
 
 def wants_debug(words: Sequence[str]) -> bool:
     """Tell whether the command line asks for tracebacks, even if the remaining words are invalid."""
+    # By hand: the words may be the fault.
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--debug" or name == "--run.debug":
@@ -174,6 +175,7 @@ def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: 
     import tyro
 
     asks_for_help = {"--help", "-h"} & set(words)
+    # Checked before tyro: tyro's messages about both are boxes of several lines.
     if not asks_for_help and (missing := _missing(options_class, words)):
         raise ConfigError(f"--{missing} is missing; see --help.")
     if not asks_for_help:
@@ -205,6 +207,7 @@ def _check_values(options_class: type[Any], words: Sequence[str]) -> None:
         name, equals, value = word.partition("=")
         hint = hints.get(name.removeprefix("--").replace("-", "_"))
         types = {hint, *typing.get_args(hint)}
+        # A flag may stand without a value.
         if not name.startswith("--") or hint in (None, bool):
             continue
         if not equals:
@@ -254,7 +257,7 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of ranks from --gpus (1 without the option) and the remaining words. Raises ConfigError."""
     rest: list[str] = []
     values: list[str] = []
-    remaining = iter(words)
+    remaining = iter(words)  # also for a value in a separate word
     for word in remaining:
         name, equals, value = word.partition("=")
         if name == "--gpus":

@@ -73,6 +73,7 @@ class Config(BaseModel):
     SECTIONS: ClassVar[dict[str, type[Section]]] = {}
 
     def __init__(self, /, **sections: Any) -> None:
+        # Names of earlier versions are no unknown keys, also for a configuration made in Python.
         for name, values in sections.items():
             if isinstance(values, Mapping):
                 flat = _with_current_names({f"{name}.{field}": value for field, value in values.items()})
@@ -97,7 +98,7 @@ class Config(BaseModel):
         ConfigError.
         """
         values = _with_current_names(_flatten(_read_yaml(Path(path)))) if path is not None else {}
-        origins = dict.fromkeys(values, "file")
+        origins = dict.fromkeys(values, "file")  # the overrides come later, and win
         override_values = _with_current_names(_flatten(overrides or {}))
         values.update(override_values)
         origins.update(dict.fromkeys(override_values, origin))
@@ -123,6 +124,7 @@ class Config(BaseModel):
     def origin(self, key: str) -> str:
         """Return the source of a value: default, file, command line, python or resolved."""
         section, field = key.split(".")
+        # pydantic notes the fields set, also by an assignment after `load`.
         assigned = field in getattr(self, section).model_fields_set
         return self._origins.get(key, "python" if assigned else "default")
 
@@ -133,6 +135,7 @@ class Config(BaseModel):
     def with_resolved(self, **values: Any) -> Config:
         """Return a copy with values decided by the program. The arguments are named section__field."""
         named = {name.replace("__", "."): value for name, value in values.items()}
+        # An equal value keeps the old origin: the program has decided nothing.
         return self.with_settings({key: (value, "resolved") for key, value in named.items() if self.get(key) != value})
 
     def with_settings(self, settings: Mapping[str, tuple[Any, str]], changes: Iterable[str] = ()) -> Config:
@@ -168,7 +171,7 @@ class Config(BaseModel):
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
-        refuse(conflicts.DATA, self._setting)
+        refuse(conflicts.DATA, self._setting)  # first: these do not depend on a run to resume
         weights = [source.get("weight") for source in self.data.sources]
         if None in weights and any(weights):
             path = self.data.sources[weights.index(None)]["path"]
@@ -187,7 +190,7 @@ class Config(BaseModel):
         if resume == "auto":
             may_find_run = folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
         if not (may_go_on and may_find_run):
-            for pattern in self.optimizer.freeze:
+            for pattern in self.optimizer.freeze:  # names are known with the model; a wrong pattern shows now
                 try:
                     re.compile(pattern)
                 except re.error as error:
@@ -199,7 +202,9 @@ class Config(BaseModel):
     def _setting(self, key: str) -> Any:
         """Return a value for a table of conflicts. The value of "origin.KEY" is the origin of KEY."""
         owner, _, name = key.partition(".")
-        return self.origin(name) if owner == "origin" else self.get(key)
+        if owner == "origin":
+            return self.origin(name)
+        return self.get(key)
 
     @property
     def has_own_data(self) -> bool:
@@ -251,6 +256,7 @@ class Config(BaseModel):
             if section != previous:
                 lines.append(f"{section}:")
                 previous = section
+            # One line a setting: the origin goes behind. YAML ends a document of a plain value with dots.
             text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
             text = text.strip().removesuffix("...").strip()
             lines.append(f"  {field}: {text}  # {self.origin(key)}{self._notes.get(key, '')}")
@@ -262,7 +268,7 @@ Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name
 
 def _can_be_a_file(name: str) -> bool:
     try:
-        parts = os.fsencode(name).split(b"/")
+        parts = os.fsencode(name).split(b"/")  # limits are in bytes
     except UnicodeEncodeError:
         return False
     return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
@@ -308,6 +314,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for section, content in values.items():
         if content is None and section in Config.SECTIONS:
             continue  # an empty section
+        # A mapping under a full name is the value of a setting, for example offload.throttle.
         is_section = isinstance(content, Mapping) and content and "." not in str(section)
         own = (
             {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
@@ -341,7 +348,9 @@ def show_value(value: Any) -> str:
     """Format any value in the form a user would write."""
     if value is None:
         return "none"
-    return str(value).lower() if isinstance(value, bool) else shorten(_REPR.repr(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shorten(_REPR.repr(value))
 
 
 def _explain(error: ValidationError) -> str:
@@ -351,7 +360,7 @@ def _explain(error: ValidationError) -> str:
     wrong = [item for item in problems if item["type"] != "extra_forbidden"]
     sentences = [unknown_keys(unknown)] if unknown else []
     groups = _by_setting(wrong)
-    for items in groups[:3]:
+    for items in groups[:3]:  # one paragraph on a screen
         item, place = items[0], [str(part) for part in items[0]["loc"]]
         key = ".".join(place[:2])
         if len(place) == 1:
@@ -360,7 +369,7 @@ def _explain(error: ValidationError) -> str:
                 f"{', '.join(Config.SECTIONS[key].model_fields)}."
             )
             continue
-        first, *others = dict.fromkeys(map(_reason, items))
+        first, *others = dict.fromkeys(map(_reason, items))  # each reason once, in order
         reason = ", or ".join([first, *(each.removeprefix("it should be ") for each in others)])
         inner = f" ({'.'.join(place[2:])})" if len(place) > 2 and len(items) == 1 and item["type"] != "missing" else ""
         sentences.append(f"{key}{inner} is {show_value(item['input'])}{_meant_value(key, item)}; {reason}.")
@@ -403,6 +412,7 @@ def unknown_keys(unknown: Iterable[str]) -> str:
         named = ", ".join(f"{shorten(key)}{_meant_key(key)}" for key in others)
         owners = {key.partition(".")[0] for key in others}
         section = owners.pop()
+        # With all unknown keys in one section, list the keys there. Else list the sections.
         if not owners and section in Config.SECTIONS:
             allowed = f"{section} has {', '.join(Config.SECTIONS[section].model_fields)}"
         else:

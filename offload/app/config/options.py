@@ -82,9 +82,12 @@ def first_help(prog: str, description: str, own: _Own) -> str:
     width = min(max(shutil.get_terminal_size((most, 60)).columns, fewest), most)
 
     def fit(text: str, indent: int = _INDENT) -> str:
-        return text if len(text) <= width - indent else _whole_clauses(text, width - indent)
+        if len(text) <= width - indent:
+            return text
+        return _whole_clauses(text, width - indent)
 
     lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", *textwrap.wrap(description, width), ""]
+    # Options of this command first: its user looks for them.
     for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
         word, text = f"  --{name} {metavar.removeprefix('{true,false}')}", f"{about} {default}"
         texts = [fit(text)] if name in _COMMON_OPTIONS else textwrap.wrap(text, width - _INDENT)
@@ -96,7 +99,7 @@ def first_help(prog: str, description: str, own: _Own) -> str:
         for key in section.main:
             field = section.model_fields[key]
             hint = value_hint(key, field)
-            is_short = 3 * len(hint) < 2 * (width - _INDENT)
+            is_short = 3 * len(hint) < 2 * (width - _INDENT)  # longer choices leave no room for the meaning
             choices = f"{hint} " if hint.startswith("{") and is_short and "true" not in hint else ""
             word = f"  --{name}.{key} {show(field.get_default())}"
             sentence = f"{str(field.description).partition('. ')[0].rstrip('.')}."
@@ -114,7 +117,9 @@ def _whole_clauses(text: str, width: int) -> str:
     # One comma separates clauses.
     ends = r"[,:;] | \(" if text.count(", ") == 1 else r"[:;] | \("
     places = [match.start() for match in re.finditer(ends, text) if _LEAST_CLAUSE <= match.start() < width]
-    return f"{text[: places[-1]]}." if places else textwrap.shorten(text, width, placeholder=" ...")
+    if places:
+        return f"{text[: places[-1]]}."
+    return textwrap.shorten(text, width, placeholder=" ...")
 
 
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:
@@ -136,7 +141,7 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
         if not word.startswith("--") or "=" in word:
             continue
         follows = words[index + 1] if index + 1 < len(words) else "--"
-        if follows.startswith("--"):
+        if follows.startswith("--"):  # no value begins so
             if name in flags:
                 result.append("true")
             elif name in values:
@@ -148,7 +153,7 @@ def _unknown_words(unknown: Sequence[str], own: Iterable[str]) -> str:
     sentences, keys = [], []
     for word in dict.fromkeys(word for word in unknown if word.startswith("--")):
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if key in RETIRED:
+        if key in RETIRED:  # a similar name would be wrong advice
             sentences.append(refusal(key))
             continue
         is_option = "." not in key and not equivalent_setting(key)
@@ -183,7 +188,9 @@ def value_hint(name: str, field: FieldInfo) -> str:
         return "{" + ",".join([*choices, "N"] if int in types else choices) + "}"
     for value_type, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
         if value_type in types:
-            return "{auto,N}" if types >= {int, str} else name
+            if types >= {int, str}:
+                return "{auto,N}"
+            return name
     return "VALUE"
 
 

@@ -32,6 +32,7 @@ _SOURCE_KEYS = ("path", "type", "split", "name", "revision", "weight", "columns"
 def _as_budget(value: Any) -> int | None:
     """Parse a size like `parse_size`, and reject a number with a forgotten unit."""
     num_bytes = parse_size(value)
+    # A run writes bare numbers, and may have decided on a small one; a user types few without a unit.
     least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
     if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
         unit = "GiB" if num_bytes < 2**10 else "MiB"
@@ -61,6 +62,7 @@ def _as_words(value: Any) -> Any:
 def _as_numbers(value: Any) -> Any:
     """Accept [0.9, 0.95] as a list, as several words, or as one word with commas."""
     words = [value] if isinstance(value, str) else value
+    # Only words of numbers: the field rejects another type with a better message.
     if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
         return tuple(part for word in words for part in word.strip("[]() ").replace(",", " ").split())
     return value
@@ -102,7 +104,9 @@ def _as_yaml(value: Any) -> Any:
 
 def _as_structure(value: Any) -> Any:
     """Parse text with a leading [ or {; any other text is a path."""
-    return _as_yaml(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        return _as_yaml(value)
+    return value
 
 
 def _as_groups(value: Any) -> Any:
@@ -110,7 +114,9 @@ def _as_groups(value: Any) -> Any:
     value = _as_yaml(value)
     if isinstance(value, Mapping):
         return tuple(value.items())
-    return () if value is None else value
+    if value is None:
+        return ()
+    return value
 
 
 def _as_group_value(value: Any) -> float | str:
@@ -132,6 +138,7 @@ def _as_throttle(value: Any) -> Any:
         raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
     lanes = {lane: dict(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
     for rate in lanes.values():
+        # The engine's check takes numbers alone.
         if isinstance(rate, dict) and isinstance(rate.get("latency_seconds"), str):
             with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
                 rate["latency_seconds"] = float(rate["latency_seconds"])
@@ -139,11 +146,15 @@ def _as_throttle(value: Any) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value
 
 
 def _as_flag(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return value
 
 
 def _number_or(words: tuple[str, ...], least: int, allowed: str) -> BeforeValidator:
@@ -169,7 +180,9 @@ def _as_sources(value: Any) -> Any:
         return ()
     if isinstance(value, str | Mapping):
         value = [value]
-    return tuple(map(_as_source, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_source, value))
+    return value
 
 
 def _as_source(value: Any) -> dict[str, Any]:
@@ -196,6 +209,7 @@ def _as_source(value: Any) -> dict[str, Any]:
         source["type"] = _FORMATS[source["type"]]
     if "weight" in source:
         weight = source["weight"]
+        # A bool is an int to Python.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"weight of a source should be a number above 0, not {shorten(repr(weight))}")
     if "columns" in source:
@@ -271,6 +285,7 @@ class Section(BaseModel):
     def _words(cls, value: Any, info: ValidationInfo) -> Any:
         """Turn `none` into None if allowed, and reject true and false as numbers and names."""
         types = nested_types(cls.model_fields[str(info.field_name)].annotation)
+        # Here, once for all fields: text from the command line has no other way to say None.
         if type(None) in types and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
         # YAML reads yes, no, on and off as booleans.
@@ -476,7 +491,9 @@ class TrainSection(Section):
     @property
     def group(self) -> int:
         """Rows learned together: 2 for a preference pair, else 1."""
-        return 1 if self.method == "sft" else 2
+        if self.method == "sft":
+            return 1
+        return 2
 
     def num_groups(self, num_ranks: int) -> int:
         """Return the number of rank groups. Ranks in a group share rows; the rows of a step are divided among the
@@ -492,7 +509,9 @@ class TrainSection(Section):
     @property
     def micro_rows(self) -> int | None:
         """Rows per forward and backward pass on each rank; None: all."""
-        return None if self.micro_batch_size is None else self.micro_batch_size * self.group
+        if self.micro_batch_size is None:
+            return None
+        return self.micro_batch_size * self.group
 
 
 class OptimizerSection(Section):
@@ -597,7 +616,9 @@ class OptimizerSection(Section):
     def uncorrectable(self) -> str:
         """Title of a rule without corrections for speculative clipping; empty if updates can be corrected."""
         label = self.name if self.states == "fp32" else f"{self.name} with states in {self.states}"
-        return "" if label == "adamw" else label
+        if label == "adamw":
+            return ""
+        return label
 
 
 def _as_init(value: Any) -> Any:

@@ -76,6 +76,7 @@ class DeferredInit(TorchFunctionMode):
             id(parameter): name for name, parameter in model.named_parameters() if only is None or id(parameter) in only
         }
         calls_by_id = {key: calls for key, calls in self._calls.items() if key in names}
+        # The calls hold the parameters from here on, until each is filled.
         self._calls = {}
         self._alive = {}
 
@@ -149,7 +150,9 @@ def _owner(tensor: torch.Tensor) -> nn.Parameter | None:
     if isinstance(tensor, nn.Parameter):
         return tensor
     base = tensor._base
-    return base if isinstance(base, nn.Parameter) else None
+    if isinstance(base, nn.Parameter):
+        return base
+    return None
 
 
 def _split(name: str, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
@@ -164,13 +167,13 @@ def _split(name: str, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor |
 
 
 def _replay(calls: list[RecordedCall]) -> None:
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # or the calls would be recorded again
         for func, args, kwargs in calls:
             func(*args, **kwargs)
 
 
 @contextmanager
 def _seeded_rng(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the generator of the run must not move by a model's size
         torch.manual_seed(seed)
         yield

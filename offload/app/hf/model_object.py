@@ -75,7 +75,7 @@ class ModelObject:
     def resolve_kind(self, architecture: PreTrainedConfig) -> ModelKind:
         if not self.is_transformers:
             return ModelKind("causal", None)
-        architecture.architectures = [type(self.model).__name__]
+        architecture.architectures = [type(self.model).__name__]  # a configuration may name another class, or none
         return ModelKind(model_kind(architecture).name, type(self.model))
 
     def build(self) -> BuiltModel:

@@ -31,7 +31,7 @@ def find_model(name: str) -> Path:
             raise ConfigError(missing_message(name))
         return path
     if path.is_file():
-        with path.open("rb") as stream:
+        with path.open("rb") as stream:  # often with another ending
             is_gguf = stream.read(4) == b"GGUF"
         if is_gguf or path.suffix == ".gguf":
             raise ConfigError(f"model.path is {name}, {_describe_gguf(path)}.")
@@ -59,7 +59,7 @@ def check_json(path: Path, name: str) -> None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        refuse_pointers(path)
+        refuse_pointers(path)  # the usual reason in a clone, with a better error
         raise ConfigError(f"model.path is {name}, but {path} is not a JSON file: {error}.") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigError(f"model.path is {name}, but {path} names no model_type, so the architecture is unknown.")

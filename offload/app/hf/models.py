@@ -119,7 +119,9 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
 def absolute_name(name: str) -> str:
     """Return a model name for any working folder: the absolute path of a folder, or the name on the hub."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    if path.exists():
+        return str(path.absolute())
+    return name
 
 
 def locate(section: ModelSection) -> Path | None:
@@ -130,7 +132,7 @@ def locate(section: ModelSection) -> Path | None:
     if section.path is None or section.path.startswith(PYTHON_PREFIX):
         return None
     path = find_model(section.path)
-    if path.exists():
+    if path.exists():  # a folder here comes before a model of this name on the hub
         return path
     # No pickled weights: folders often have them beside the safetensors, half of the download.
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
@@ -237,6 +239,7 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
             return candidate
         if model_class is not None:
             possible.append(candidate)
+    # A model with several labels is a classifier, and no method trains one.
     if architecture and architecture == _scorer_class(config) and config.num_labels == 1:
         return ModelKind("reward", transformers.AutoModelForSequenceClassification)
     if config.is_encoder_decoder:
@@ -270,7 +273,9 @@ def to_scorer_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def trained_config(config: PreTrainedConfig, method: str) -> PreTrainedConfig:
     """Return the configuration of the model that `train.method` trains, given the one at `model.path`."""
-    return to_scorer_config(config) if method == "reward" else config
+    if method == "reward":
+        return to_scorer_config(config)
+    return config
 
 
 def _scorer_class(config: PreTrainedConfig) -> str:
@@ -278,7 +283,9 @@ def _scorer_class(config: PreTrainedConfig) -> str:
     model_class = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(
         type(config), None
     )
-    return "" if model_class is None else str(model_class.__name__)
+    if model_class is None:
+        return ""
+    return str(model_class.__name__)
 
 
 def build_model(
@@ -323,6 +330,7 @@ def build_model(
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         attention = "" if section.attention == "auto" else f" with --model.attention {section.attention}"
         raise ConfigError(f"the model {section.label}{attention} cannot be built: {_shorten_error(error)}") from error
+    # Again, now with the modules: in some families a row may use fewer positions than `max_position_embeddings`.
     for name, module in built.model.named_modules():
         # RoBERTa and similar models reserve the first rows of a position table for padding.
         if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
@@ -357,7 +365,9 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
 
 def attention_options(section: ModelSection) -> dict[str, Any]:
     """Return the attention arguments for `from_config` and `from_pretrained`."""
-    return {} if section.attention in ("auto", DOCUMENTS) else {"attn_implementation": section.attention}
+    if section.attention in ("auto", DOCUMENTS):
+        return {}
+    return {"attn_implementation": section.attention}
 
 
 def _load(
@@ -384,7 +394,7 @@ def _load(
     try:
         model, weights = read_model(auto, path, config, dtype=dtype, seed=seed, grow=grow, **options)
     except CannotStream as error:
-        if quantization_settings(config) is not None:
+        if quantization_settings(config) is not None:  # transformers would load other modules
             raise ConfigError(
                 f"the weights of {path} are quantized, and cannot be read one parameter at a time: {error} Give the "
                 "folder of the unquantized model."
@@ -471,6 +481,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         for parameter in matches:
             parameter.requires_grad_(False)
+    # Ask the parameters: of a tied weight only one name may match.
     if patterns and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
             f"optimizer.freeze is {' '.join(patterns)}, which matches all {len(named)} parameter names, so nothing is "

@@ -218,6 +218,7 @@ def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple
             rule = None if pattern is None else rule_by_pattern[pattern]
             conversions.append(Conversion(model, target, rule, members, tensors, rename))
         shapes = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
+        # A surprise in the rules shows here, before a file is written.
         if shapes != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
             raise ValueError("reading the weights in parts results in other names or shapes than reading them at once")
         order = {name: position for position, name in enumerate(tensors)}
@@ -249,6 +250,7 @@ def untie(model: nn.Module, name: str) -> None:
     tied = model.get_parameter(name)
     values = torch.empty(tied.shape, dtype=tied.dtype)
     model.get_submodule(owner)._parameters[key] = nn.Parameter(values, tied.requires_grad)
+    # Or `save_pretrained` would leave one of the two out.
     tied_names_of: Any = model.all_tied_weights_keys
     tied_names_of.pop(name)
 
@@ -280,6 +282,7 @@ def apply_conversions(model: nn.Module, description: Mapping[str, Any]) -> None:
     if description.get("rules") is None:
         return
     _, mapping = _transformers_modules()
+    # By text: a rule of another process is another object, and a list does not hash.
     known = {json.dumps(_description(rule)): rule for rule in mapping.get_model_conversion_mapping(model)}
     rule_keys = [json.dumps(rule_key) for rule_key in description["rules"]]
     missing = [rule_key for rule_key in rule_keys if rule_key not in known]
@@ -305,6 +308,7 @@ def drop_unimportant(
 ) -> tuple[set[str], dict[str, str]]:
     """Return `missing` and `unexpected` (as in `ReadingPlan`) without names the model declares unimportant."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
+    # Private: a later version may lack the method.
     adjust: Any = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if adjust is not None:
         adjust(info)
@@ -336,7 +340,8 @@ def recompute_buffers(model: nn.Module) -> None:
     """
 
     def settle(module: nn.Module, family: Any) -> None:
-        family = module if isinstance(module, transformers.PreTrainedModel) else family
+        if isinstance(module, transformers.PreTrainedModel):
+            family = module
         if family is not None and module._non_persistent_buffers_set:
             family._init_weights(module)
         for child in module.children():

@@ -35,6 +35,7 @@ class HubUpload:
         self._name = name
         self._api = HfApi(endpoint=constants.ENDPOINT)
         try:
+            # None leaves an existing repository unchanged.
             made = self._api.create_repo(name, private=private or None, exist_ok=True)
         except Exception as error:
             self._fail(f"--push is {name}, and the repository cannot be made", error, ConfigError)
@@ -57,6 +58,7 @@ class HubUpload:
         return f"{self._api.endpoint}/{self._name}"
 
     def _fail(self, what: str, error: Exception, kind: type[OffloadError]) -> NoReturn:
+        # A user can do something about an answer, and only wait without one.
         refused = isinstance(error, HfHubHTTPError) and error.response is not None
         place = "the answer of the hub" if refused else f"no answer from {self._api.endpoint}"
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))

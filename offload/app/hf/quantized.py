@@ -128,7 +128,9 @@ def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     settings: Any = getattr(config, "quantization_config", None)
     if settings is None:
         return None
-    return settings if isinstance(settings, dict) else settings.to_dict()
+    if isinstance(settings, dict):
+        return settings
+    return settings.to_dict()
 
 
 def remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -148,7 +150,7 @@ def quantization_method(quantization: Mapping[str, Any]) -> str:
 def find_format(folder: Path, quantization: Mapping[str, Any]) -> Format:
     """Return the storage format for a quantized folder. Raises ConfigError for an unknown format."""
     method = quantization_method(quantization)
-    try:
+    try:  # a format names the unsupported feature; the sentence around is common
         if method not in FORMATS:
             raise ConfigError("in an unknown format")
         return FORMATS[method](quantization)
@@ -175,10 +177,11 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
         file = TensorFile(path)
         files |= dict.fromkeys(file.entries, file)
     readers: dict[str, Any] = files
-    if quantization is not None:
+    if quantization is not None:  # some tensors become parts of others: scales have no reader of their own
         readers = find_format(folder, quantization).readers(files, folder)
     for name, file in readers.items():
         dtype = file.entries[name].dtype
+        # An fp8 weight alone is codes without their scales.
         if dtype.is_floating_point and dtype not in FLOATS:
             reason = (
                 "its configuration does not name the format"
@@ -198,7 +201,7 @@ def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
     Default: the dtype of the first weights. Raises ConfigError.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for each in (config, config.get("text_config") or {}):
+    for each in (config, config.get("text_config") or {}):  # a model with pictures has the dtype below
         dtype = getattr(torch, str(each.get("dtype") or each.get("torch_dtype") or "").removeprefix("torch."), None)
         if isinstance(dtype, torch.dtype):
             return dtype

@@ -98,6 +98,7 @@ class FolderWeights:
             raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
         sources, unexpected, shapes = find_sources(model, folder, self._files)
         self._sources = sources
+        # Dtypes before ties: two tied weights are compared as the model will have them.
         self._resolve_dtypes(state)
         grown = self._check_shapes(state, _embeddings(model) if grow else set())
         tied, untied = self._resolve_ties(state)
@@ -157,7 +158,7 @@ class FolderWeights:
         for first, target in wanted.items():
             source: Source = self._sources[first]
             self._unfilled.pop(target.data_ptr(), None)
-            if isinstance(source, FusedSource):
+            if isinstance(source, FusedSource):  # any read of a part would convert the whole
                 values = fused.get(id(source.conversion)) or source.convert()
                 target.data = values.pop(first)
                 fused[id(source.conversion)] = {key: each for key, each in values.items() if key in wanted}
@@ -182,7 +183,9 @@ class FolderWeights:
 
     def source(self, name: str) -> Source | None:
         """Return the source for a parameter. None: not in any file, initialized instead."""
-        return self._sources[self._first[name]] if name in self._first else None
+        if name in self._first:
+            return self._sources[self._first[name]]
+        return None
 
     def close(self) -> None:
         for file in self._files.values():
@@ -195,6 +198,7 @@ class FolderWeights:
             shape, file_shape = tuple(state[name].shape), source.shape
             if shape == file_shape:
                 continue
+            # New tokens are rows at the end; any other difference means another model.
             grows = (
                 isinstance(source, TensorSource) and len(shape) == len(file_shape) > 0 and 0 < file_shape[0] < shape[0]
             )
@@ -257,6 +261,7 @@ def find_sources(
         plan = plan_reading(model, metas)
     except ValueError as error:
         raise ConfigError(f"the weights in {folder} do not fit {type(model).__name__}: {error}.") from error
+    # The class of a source says how to read: in ranges, in rows, or only as a whole.
     sources, unexpected = dict[str, Any](), dict(plan.unexpected)
     shapes = {name: files[name].entries[name].shape for name in unexpected}
     for conversion in plan.conversions:

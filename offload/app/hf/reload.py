@@ -39,7 +39,8 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> LogitsProb
     """
     shapes = {value.shape for value in batch.values()}
     short = {key: value[:1, :num_tokens] for key, value in batch.items() if key != "position_ids"}
-    short = short if len(shapes) == 1 else dict(batch)
+    if len(shapes) != 1:
+        short = dict(batch)
     with in_eval_mode(engine.model):
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
     return LogitsProbe(short, outputs.logits.detach().to("cpu", torch.float32))
@@ -58,6 +59,7 @@ def check_buffers(engine: Any, batch: Callable[[], Batch], precision: str) -> No
     except Exception:  # The class needs more than a configuration. The export check covers this case.
         return
     loaded = dict(rebuilt.named_modules())
+    # Buffers in the files are equal by the check of the files.
     differing = {
         f"{name}.{key}": (module, key, loaded[name]._buffers[key])
         for name, module in model.named_modules()
@@ -94,7 +96,9 @@ def _is_same(buffer: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _describe_buffer(buffer: torch.Tensor) -> str:
-    return f"{buffer.item():.6g}" if buffer.numel() == 1 else f"{list(buffer.shape)}, {buffer.dtype}"
+    if buffer.numel() == 1:
+        return f"{buffer.item():.6g}"
+    return f"{list(buffer.shape)}, {buffer.dtype}"
 
 
 def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None) -> str | None:
@@ -135,11 +139,11 @@ def check_logits(model: Any, probe: LogitsProbe, precision: str) -> str:
     """
     with torch.no_grad():
         logits = model(**probe.batch).logits.to(torch.float32)
-    if torch.equal(logits, probe.logits):
+    if torch.equal(logits, probe.logits):  # the usual case on a CPU
         return "logits bit-equal"
     difference, allowed = _distance(logits, probe, precision)
     scale = probe.logits.abs().max().item()
-    if not difference <= allowed:
+    if not difference <= allowed:  # also for NaN
         raise OffloadError(
             f"the exported model gives other logits than the trained one: they differ by {difference:.3g}, with "
             f"{scale:.3g} as the largest logit (allowed for {precision}: {TOLERANCE[precision]:g} of that). Do not use "

@@ -91,7 +91,7 @@ class GrownSource:
         known = math.prod(self.stored.shape)
         parts = [self.stored.read(begin, min(end, known))] if begin < known else []
         if end > known:
-            if self._mean is None:
+            if self._mean is None:  # a pass over all stored rows, once
                 rows = self.stored.shape[0]
                 width = known // rows
                 total = torch.zeros(width, dtype=torch.float64)
@@ -103,7 +103,9 @@ class GrownSource:
             first, last = begin // len(mean), -(-end // len(mean))
             repeated = mean.repeat(last - first)
             parts.append(repeated[begin - first * len(mean) : end - first * len(mean)])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0]
 
     def reopen_files(self, reopen: ReopenFile) -> GrownSource:
         return replace(self, stored=self.stored.reopen_files(reopen))
@@ -131,6 +133,7 @@ class StackedSource:
                 value = self.conversion.make_row(row, tensors).reshape(-1)
             low, high = max(begin, row * width), min(end, (row + 1) * width)
             values[low - begin : high - begin] = value[low - row * width : high - row * width]
+            # Kept only if a part is left: an expert is large.
             self._partial_rows = {row: value} if high < (row + 1) * width else {}
         return values
 
@@ -158,7 +161,9 @@ class QuantizedStackedSource(StackedSource):
         sizes = (math.prod(entry.shape) for each in weights for entry in each.entries.values())
         # A record across two experts would mix them.
         is_whole = not any(size % codec.block for size in sizes)
-        return cls(stacked.files, stacked.conversion, stacked.shape, stacked.dtype, codec) if is_whole else None
+        if is_whole:
+            return cls(stacked.files, stacked.conversion, stacked.shape, stacked.dtype, codec)
+        return None
 
     def records(self, begin: int, end: int) -> torch.Tensor:
         width, pieces = math.prod(self.shape[1:]), []
@@ -187,14 +192,16 @@ class FusedSource:
         return self.conversion.run(_tensor(self.files[key], key, self.dtype) for key in self.conversion.sources)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        return self.convert()[self.name].reshape(-1)[begin:end].clone()
+        return self.convert()[self.name].reshape(-1)[begin:end].clone()  # without the rest in memory
 
     def reopen_files(self, reopen: ReopenFile) -> FusedSource:
         return replace(self, files=_reopen_sources(self.files, self.conversion, reopen))
 
 
 def _reopen_file(file: TensorFile | QuantizedTensor, reopen: ReopenFile) -> TensorFile | QuantizedTensor:
-    return file.reopen_files(reopen) if isinstance(file, QuantizedTensor) else reopen(file)
+    if isinstance(file, QuantizedTensor):
+        return file.reopen_files(reopen)
+    return reopen(file)
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,9 @@ class RemovedProduct:
     def product(self) -> torch.Tensor:
         """Return the product, fp32, in the weight shape."""
         product = self.left @ self.right
-        return product.T if self.transposed else product
+        if self.transposed:
+            return product.T
+        return product
 
     def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight minus the product, in the weight dtype, with PEFT's operations for equal bits."""

@@ -138,7 +138,7 @@ class _ExportPlan:
         self.values: dict[str, tuple[str, torch.Tensor]] = {}  # state name -> (first name, tensor)
         metas: dict[str, torch.Tensor] = {}
         for name, value in state.items():
-            self.values[name] = (first_names.setdefault(id(value), name), value)
+            self.values[name] = (first_names.setdefault(id(value), name), value)  # `get` knows first names alone
             target = value.dtype
             if dtype is not None and isinstance(value, nn.Parameter) and target.is_floating_point:
                 target = torch.float32 if is_kept(name) else dtype
@@ -162,7 +162,9 @@ class _ExportPlan:
 
     def reader(self, source: str, get: ReadValues) -> ReadRange:
         name, tensor = self.values[source]
-        return partial(get, name) if isinstance(tensor, nn.Parameter) else tensor_reader(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return partial(get, name)
+        return tensor_reader(tensor)
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
@@ -174,6 +176,7 @@ def _write_weights(
     model: nn.Module, plan: _ExportPlan, get: ReadValues, folder: Path, shard_bytes: int, tell: Tell
 ) -> list[WrittenFile]:
     """Write the weight files, and an index if there are several."""
+    # The function in `save_pretrained`, for an equal division into files.
     split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
     layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
     tally = Tally(sum(tensor.nbytes for tensor in plan.tensors.values()))
@@ -254,7 +257,7 @@ def write_configuration(
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return
-    config: Any = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)  # the model goes on training with the original
     generation_config: Any = copy.deepcopy(getattr(model, "generation_config", None))
     if tokenizer is not None:
         from transformers.trainer_utils import align_special_tokens  # imports accelerate, which takes seconds
@@ -328,6 +331,7 @@ def check_export_folder(folder: Path, replace: bool) -> None:
         return
     if not replace:
         raise ConfigError(f"{folder} exists; give a new name for the export, or remove it.")
+    # A folder without weights is somebody's work, and must not be replaced.
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} exists and is not an earlier export; give a new name for this one.")
 

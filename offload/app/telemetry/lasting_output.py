@@ -76,7 +76,7 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
 
     The descriptor is taken, because the next opened file would get it, and with it all text of other libraries.
     """
-    if isinstance(cast("object", stream), LastingStream):
+    if isinstance(cast("object", stream), LastingStream):  # made by the command already
         return cast("TextIO", stream)
     if stream is None:
         _lead_to_null(descriptor)
@@ -86,6 +86,6 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
 
 def _lead_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    if null != descriptor:
+    if null != descriptor:  # `open` may return the closed descriptor itself
         os.dup2(null, descriptor)
         os.close(null)

@@ -69,9 +69,11 @@ def _mlflow(folder: Path, _last_step: int, config: Mapping[str, Any]) -> tuple[L
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
     # Find the run by a tag: MLflow chooses the identifiers itself.
     runs = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
-    run_options: dict[str, Any] = {"run_id": runs[0].info.run_id} if runs else {"tags": {"offload_run": identity}}
-    mlflow.start_run(**({"run_name": folder.name} | run_options))
-    if not runs:
+    if runs:
+        mlflow.start_run(run_name=folder.name, run_id=runs[0].info.run_id)
+    else:
+        mlflow.start_run(run_name=folder.name, tags={"offload_run": identity})
+        # MLflow refuses longer values, and other values for a run with some.
         mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
     return lambda step, values: mlflow.log_metrics(dict(values), step=step), mlflow.end_run
 
@@ -118,7 +120,7 @@ class Loggers:
     def log(self, fields: Mapping[str, Any]) -> None:
         """Send a metrics.jsonl line, or a part of one, to all trackers."""
         values = _numbers(fields)
-        for name, (log, _) in list(self._loggers.items()):
+        for name, (log, _) in list(self._loggers.items()):  # a copy: a failing one is dropped
             self._try(name, partial(log, fields["step"], values))
 
     def close(self) -> None:
@@ -140,8 +142,10 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     sources = fields.get("eval_sources", {})
     numbers = {f"eval/{name}/{key}": value for name, each in sources.items() for key, value in each.items()}
     for key, value in fields.items():
-        group, _, rest = key.partition("_") if key.startswith("eval_") else ("train", "", key)
-        numbers[f"{group}/{rest}"] = value
+        path = f"train/{key}"
+        if key.startswith("eval_"):
+            path = key.replace("_", "/", 1)
+        numbers[path] = value
     return {
         name: float(value)
         for name, value in numbers.items()

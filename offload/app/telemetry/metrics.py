@@ -47,12 +47,12 @@ class MetricsLog:
         A single write, so a killed process leaves the old line or the new line.
         """
         more = b", " + json.dumps(_finite(fields)).encode()[1:] + b"\n"
-        if self._waiting:
+        if self._waiting:  # the last line is not on the disk yet
             self._waiting = self._waiting.removesuffix(b"}\n") + more
             return
         with contextlib.suppress(OSError), Path(self._file.name).open("r+b", buffering=0) as stream:
             end = stream.seek(-len(b"}\n"), os.SEEK_END)
-            if stream.write(more) < len(more):
+            if stream.write(more) < len(more):  # a full disk: the line ends as before
                 stream.seek(end)
                 stream.write(b"}\n")
                 stream.truncate()
@@ -85,4 +85,6 @@ def _cut(path: Path, last_step: int) -> None:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(part) for key, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

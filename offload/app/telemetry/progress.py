@@ -45,8 +45,11 @@ class Progress:
 
 def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
     """Return the live display for a terminal, else plain lines every `log_every` steps."""
-    stream = sys.stdout if stream is None else stream
-    return LiveProgress(log_every, stream) if stream.isatty() else PlainProgress(log_every, stream)
+    if stream is None:
+        stream = sys.stdout
+    if stream.isatty():
+        return LiveProgress(log_every, stream)
+    return PlainProgress(log_every, stream)
 
 
 def printable(text: str, stream: Any) -> str:
@@ -113,7 +116,7 @@ class PlainProgress(Progress):
             self.say(f"{text} ... (after {clock(time.monotonic() - self._began_s)})")
 
     def begin_step(self, number: int, measure: Measure) -> None:
-        since_line_s = time.monotonic() - self._last_line_s
+        since_line_s = time.monotonic() - self._last_line_s  # lines about steps count too
         self._begin(f"step {number}", measure, max(0.0, LINE_S - since_line_s))
 
     def _begin(self, text: str, measure: Measure, line_after_s: float) -> None:
@@ -195,7 +198,7 @@ class LiveProgress(Progress):
 
         columns = self._console.width
         text = describe(fields, num_steps, eta_s, columns - _BAR - 1)
-        bar = ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None)
+        bar = ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None)  # no end is known
         self._step_line = _barred(bar, text)
         self._show(self._step_line)
         if fields["step"] % self._log_every == 0:
@@ -237,7 +240,9 @@ class _WorkLine:
         now = time.monotonic()
         if self._step_line is None:
             return self._line(now)
-        return Group(self._step_line, self._line(now)) if now >= self._work.next_line_s else self._step_line
+        if now >= self._work.next_line_s:
+            return Group(self._step_line, self._line(now))
+        return self._step_line
 
     def _line(self, now: float) -> Any:
         from rich.progress_bar import ProgressBar

@@ -93,6 +93,7 @@ class Trace:
     def events(self) -> list[dict[str, Any]]:
         """Return the events: track names first, then spans in start order, with the first span at time 0."""
         spans = sorted(self._spans(), key=lambda span: span.begin)
+        # Known lanes in their order, then any others, and the steps at the end.
         names = dict.fromkeys((*self._lanes, *(span.lane for span in spans if span.lane != _STEPS), _STEPS))
         tracks = {name: number for number, name in enumerate(names, 1)}
         origin = spans[0].begin if spans else 0.0
@@ -114,7 +115,7 @@ class Trace:
 def _close_gaps(steps: Sequence[_Step]) -> list[Span]:
     """Return the spans for all steps, shifted to close the gaps left by omitted steps."""
     spans: list[Span] = list(steps[0].all) if steps else []
-    shift = 0.0
+    shift = 0.0  # seconds left out so far
     for before, after in pairwise(steps):
         if after.number > before.number + 1:
             begin, end = before.marks[-1].end, after.marks[0].begin
@@ -148,6 +149,7 @@ def _make_disjoint(spans: Iterable[Span]) -> list[Span]:
                 open_spans.pop()
         now = time
 
+    # Of two with the same begin the longer one first: the shorter one is inside.
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         advance(span.begin)
         open_spans.append(span)

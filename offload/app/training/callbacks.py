@@ -108,6 +108,7 @@ class Callbacks:
         self._num_rows = run.data.num_train_rows
         self._batch_size = run.data.batch_size
         self._more = {"model": run.engine.model, "engine": run.engine, "processing_class": run.data.tokenizer}
+        # By position: a checkpoint of a run with fewer callbacks has fewer states.
         for callback, state in zip(self._callbacks, (run.meta or {}).get("callbacks", ()), strict=False):
             if state is not None and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state)
@@ -146,7 +147,7 @@ class Callbacks:
             has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
             states.append(each.state_dict() if has_state else None)
             try:
-                json.dumps(states[-1])
+                json.dumps(states[-1])  # here the error names the callback
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"the state_dict() of the callback {type(each).__name__} cannot be stored in a checkpoint: "

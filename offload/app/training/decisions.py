@@ -56,11 +56,12 @@ def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None)
     """
     places = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
     sizes = ("data.sequence_length", "train.batch_size", "train.micro_batch_size")
+    # A run with an own size or place is no demonstration of streaming, and gets no small budget.
     start = Start(config.is_default("model", *sizes, *places), has_accelerator, max_positions)
     defaults = RULE_SETTINGS[config.optimizer.name].defaults
     values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
     values |= _default_end(config, start)
-    if config.train.method != "sft":
+    if config.train.method != "sft":  # each answer has a separate row
         values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
     return decide(config.with_resolved(**values), FROM_START, start)
 
@@ -71,8 +72,9 @@ def _default_end(config: Config, start: Start) -> Mapping[str, Any]:
         return {}
     if config.has_own_data:
         return {"train__epochs": 1.0}
-    most_seconds = 90.0 if start.is_builtin else None
-    return {"train__steps": 400, "train__max_seconds": most_seconds}
+    if start.is_builtin:  # a demonstration
+        return {"train__steps": 400, "train__max_seconds": 90.0}
+    return {"train__steps": 400}
 
 
 def _sequence_length(config: Config, start: Start) -> int:
@@ -83,14 +85,17 @@ def _sequence_length(config: Config, start: Start) -> int:
 
 def _precision(config: Config, start: Start) -> str:
     is_half = start.has_accelerator or config.optimizer.master == "bf16" or config.train.matmul != "precision"
-    return "bf16" if is_half else "fp32"
+    if is_half:
+        return "bf16"
+    return "fp32"
 
 
 def _learning_rate(config: Config, _start: Start) -> float:
     rate = 4e-3 if config.model.preset == "tiny" else 1e-3
     if config.model.init == "pretrained":
         rate = 2e-4 if config.lora.adapts else 2e-5
-        rate *= 0.05 if config.train.method in ("dpo", "orpo") else 1.0  # as in TRL
+        if config.train.method in ("dpo", "orpo"):  # as in TRL
+            rate *= 0.05
     return rate * RULE_SETTINGS[config.optimizer.name].rate
 
 
@@ -134,8 +139,9 @@ def resolve_rows(config: Config, data: Task, *, resumes: bool) -> Config:
         data__packing_isolated=data.is_isolated,
         data__group_by_length=data.by_length,
     )
-    attention = {"model__attention": DOCUMENTS} if rows.attends_documents and not resumes else {}
-    return decide(rows.with_resolved(**attention), FROM_NUM_STEPS, data.num_steps)
+    if rows.attends_documents and not resumes:
+        rows = rows.with_resolved(model__attention=DOCUMENTS)
+    return decide(rows, FROM_NUM_STEPS, data.num_steps)
 
 
 FROM_NUM_STEPS: _Table = {

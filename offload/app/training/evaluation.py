@@ -127,7 +127,9 @@ class Evaluations:
         batch_size = self._train.num_rows
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.eval_sizes[name]
-        num_done = num_rows if most is None else min(num_rows, most * batch_size)
+        num_done = num_rows
+        if most is not None:
+            num_done = min(num_rows, most * batch_size)
         num_counted = 0
         total = 0.0
         sums = Counter[str]()
@@ -135,7 +137,9 @@ class Evaluations:
         self._tell(f"evaluating {name or 'held-out rows'}", tally)
         for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):
             batch = own.apply(objective, rows, index, min(batch_size, num_rows - index * batch_size))
-            counted = objective.count(batch) if own.is_counted else 0
+            counted = 0
+            if own.is_counted:  # ranks with shared rows have the same targets
+                counted = objective.count(batch)
             (count,) = comm.sum_in_order([counted], "targets of the evaluation")
             # Skip a batch without a target on any rank: the mean would be 0 / 0.
             if count:

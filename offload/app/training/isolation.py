@@ -59,6 +59,7 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
         return f"the model does not accept positions that restart within a row ({' '.join(str(error).split())[:120]})"
     finally:
         model.train(was_training)
+    # Relative to the largest logit: families scale their logits differently.
     scale = float(one.abs().max())
     if (changes := float((one - swapped).abs().max())) > max(8 * noise, _ROUNDING * scale):
         return f"a document's logits depend on the documents before it (by {changes / scale:.1g} of the largest logit)"

@@ -39,7 +39,8 @@ def restart_factor(step: int, *, every: int, warmup_steps: int | None) -> float:
     The factor rises from 0 over the first steps of each cycle except the first, as in ReLoRA
     (arXiv:2307.05695, section 3). every: 0 for no restarts. warmup_steps: None for 1/20 cycle, at most 100.
     """
-    warmup = min(100, every // 20) if warmup_steps is None else warmup_steps
-    if not every or step < every or step % every >= warmup:
+    if warmup_steps is None:
+        warmup_steps = min(100, every // 20)
+    if not every or step < every or step % every >= warmup_steps:
         return 1.0
-    return (step % every + 1) / warmup
+    return (step % every + 1) / warmup_steps

@@ -67,8 +67,9 @@ class Objective:
 
     def inputs(self, batch: Batch) -> Batch:
         """Return the part of a batch from `apply` that the model accepts without a loss."""
-        own = set() if self.loss is None else self.loss.own
-        return {key: value for key, value in batch.items() if key not in own}
+        if self.loss is None:
+            return batch
+        return {key: value for key, value in batch.items() if key not in self.loss.own}
 
     def loss_metrics(self, comm: Comm) -> dict[str, float]:
         """Return further loss metrics from the last pass, as means over all ranks by name. Collective."""
@@ -166,11 +167,13 @@ class Continuation(Objective):
 
 def choose_objective(model_kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
     """Return the objective for a "causal", "masked" or "seq2seq" model. Raises ConfigError."""
-    if model_kind == "causal":
+    if model_kind == "causal":  # the model shifts the labels itself
         return Objective()
     if model_kind == "seq2seq":
         return Continuation()
-    num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
+    num_tokens = vocab_size
+    if tokenizer is not None:
+        num_tokens = len(tokenizer)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     if mask_id is None and num_tokens < vocab_size:
         mask_id = vocab_size - 1  # an embedding row without a token

@@ -35,7 +35,7 @@ class MeasuredFill:
         """num_ranks: the ranks take turns at calling `fill`, so a rank sees only its own share of the calls."""
         self._fill = built.fill
         self._num_ranks = num_ranks
-        self._left = {name: parameter.nbytes for name, parameter in built.model.named_parameters()}
+        self._left = {name: parameter.nbytes for name, parameter in built.model.named_parameters()}  # not yet taken
         self._total = sum(self._left.values())
         self._num_done = 0
         self._num_current = 0  # of the module being taken
@@ -134,12 +134,13 @@ def make_settings(config: Config) -> Settings:
         experts=config.offload.experts,
         has_many_lengths=config.has_many_lengths,
     )
-    of_rows = {"micro_batch_size": config.train.micro_rows}
+    of_rows = {"micro_batch_size": config.train.micro_rows}  # in rows: a setting counts pairs, if rows are pairs
     return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 
 
 def _matching_fields(dataclass_type: Any, *sections: BaseModel) -> dict[str, Any]:
     """Return the values from config sections for dataclass fields with the same name."""
+    # A setting with an engine's name reaches the engine without a further line.
     values = {name: value for section in sections for name, value in section}
     return {field.name: values[field.name] for field in fields(dataclass_type) if field.name in values}
 
@@ -151,7 +152,7 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
     groups = []
     for pattern, values in settings["groups"]:
         other = str(values.get("rule"))
-        # The rule of a group reads the settings of the section, and has no groups.
-        rule = {"rule": RULES[other].configured({**settings, "groups": ()})} if other in RULES else {}
-        groups.append((pattern, {**values, **rule}))
+        if other in RULES:  # the rule of a group reads the settings of the section, and has no groups
+            values = {**values, "rule": RULES[other].configured({**settings, "groups": ()})}
+        groups.append((pattern, values))
     return RULES[name].configured({**settings, "groups": tuple(groups)})

@@ -85,10 +85,11 @@ def decide_placement(
     """Decide the placement of states, on rank 0 for all ranks. `say` prints a line, `note` a warning. Collective."""
     network = None
     if comm.num_far:
-        if comm.num_machines == 1:
+        if comm.num_machines == 1:  # see `Comm.num_machines`
             note("there is no memory forecast: the machines have different numbers of ranks.")
             return Planned(config)
         network = measure_network(comm)
+    # The free memory of all ranks, agreed on here: rank 0 plans alone below, where an exchange would hang.
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, agreed_memory=machine.free_memory(comm))
     forecast = None
@@ -108,7 +109,9 @@ def decide_placement(
                 f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
             )
-    decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
+    decided = config, ""
+    if forecast is not None:
+        decided = forecast.config, forecast.misfit
     placed, misfit = comm.from_rank(0, decided, "placement")
     if forecast is not None:
         if misfit:
@@ -139,7 +142,9 @@ def document_share(config: Config, data: Task) -> float | None:
             squares += int((torch.cat([starts, starts.new_tensor([positions.numel()])]).diff() ** 2).sum())
             whole += len(positions) * positions.shape[1] ** 2
             num_rows += data.batch_size
-    return squares / whole if whole else None
+    if not whole:
+        return None
+    return squares / whole
 
 
 @contextmanager
@@ -164,6 +169,7 @@ def describe_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
     Pinned and pageable host memory share one budget.
     """
     both = [tiers[each] for each in ("pinned", "cpu") if each in tiers]
+    # One budget for both, told once: with the pageable part.
     budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
     if budget is None or (is_shared and tier == "pinned"):
         return ""
@@ -208,7 +214,7 @@ def measure_network(comm: Comm) -> Network:
             best = min(best, max(comm.gather_objects(time.perf_counter() - begin, "what the network takes")))
         return best
 
-    latency_s = seconds(1)
+    latency_s = seconds(1)  # a single byte: only the latency counts
     for num_bytes in _NUM_BYTES:
         duration = seconds(num_bytes)
         if duration > _SHORT_S:

@@ -61,6 +61,7 @@ class RunProgress:
         self.last: Mapping[str, Any] = {}
         """metrics.jsonl fields for the last step in this process."""
         self._train = train
+        # Seconds of earlier processes, start of this process, and seconds of preparation in this process.
         self._before_s = saved["seconds"]
         self._started_s = time.monotonic()
         self._preparation_s = 0.0
@@ -104,15 +105,18 @@ class RunProgress:
         limit, patience = self._train.max_seconds, self._train.early_stopping_patience
         best = self.best
         if patience is not None and best.num_since >= patience:
-            lower = (
-                f"lower by {self._train.early_stopping_min_delta:g}"
-                if self._train.early_stopping_min_delta
-                else "lower"
-            )
+            lower = "lower"
+            if self._train.early_stopping_min_delta:
+                lower += f" by {self._train.early_stopping_min_delta:g}"
             since = f"none of {best.num_since} evaluations since was {lower} (train.early_stopping_patience)"
-            return since if best.mark is None else f"the eval loss was {best.mark:.4f} once, and {since}"
+            if best.mark is None:
+                return since
+            return f"the eval loss was {best.mark:.4f} once, and {since}"
+        # A run makes at least one step, however long the start took.
         is_late = self.num_done > 0 and limit is not None and self.elapsed_s >= limit
-        return f"train.max_seconds, {limit:g} s, has passed" if is_late else ""
+        if is_late:
+            return f"train.max_seconds, {limit:g} s, has passed"
+        return ""
 
     @property
     def eta_s(self) -> float | None:
@@ -120,9 +124,13 @@ class RunProgress:
 
         The trials before the first step are left out of the mean time of a step.
         """
-        ends = [] if self._train.max_seconds is None else [self._train.max_seconds - self.elapsed_s]
+        ends = []
+        if self._train.max_seconds is not None:
+            ends.append(self._train.max_seconds - self.elapsed_s)
         if self._train.steps is not None:
-            in_steps_s = self.elapsed_s - self._before_s - self._preparation_s
+            in_steps_s = self.elapsed_s - self._before_s - self._preparation_s  # of this process: machines differ
             a_step = in_steps_s / (self.num_done - self.first_step)
             ends.append((self._train.steps - self.num_done) * a_step)
-        return max(0.0, min(ends)) if ends else None
+        if not ends:
+            return None
+        return max(0.0, min(ends))

@@ -50,7 +50,7 @@ def rank_0_first(comm: Comm, label: str, make: Callable[[Callable[[], object]], 
                 raise
             _wait(comm, False, label)
         else:
-            while _wait(comm, False, label):
+            while _wait(comm, False, label):  # each round answers one `alive()` of rank 0
                 pass
     with share_failure(comm, label):
         if comm.rank:
@@ -87,7 +87,7 @@ class Notes:
     def add(self, text: str) -> None:
         """Add a warning. Not collective."""
         if self._comm.rank == 0:
-            self._show(f"note: {text}")
+            self._show(f"note: {text}")  # at once: the run may end before the next exchange
         self._new.append(text)
 
     @property
@@ -129,12 +129,13 @@ class RankExit:
         code. The exception is marked if another rank on this machine prints the message.
         """
         comm = self._comm
-        cause = _ENDED.match(str(error)) if isinstance(error, RankLostError) else None
-        if cause and cause["error"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
-            error = InterruptedRun("interrupted; nothing was saved.")
-        elif cause and cause["error"] in _CAUSES:
-            error = _CAUSES[cause["error"]](str(error))
-        other_rank = int(cause["rank"]) if cause else None
+        other_rank = None
+        if isinstance(error, RankLostError) and (cause := _ENDED.match(str(error))):
+            other_rank = int(cause["rank"])
+            if cause["error"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
+                error = InterruptedRun("interrupted; nothing was saved.")
+            elif cause["error"] in _CAUSES:
+                error = _CAUSES[cause["error"]](str(error))
         if not self._prints(error, other_rank):
             leave_to_another_rank(error)
         # After a common error the others know, and may still be leaving the exchange with the report.

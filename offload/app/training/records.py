@@ -67,8 +67,11 @@ class Records:
         if self._folder is None:
             return
         self._folder.write_config(config)
+        # Both in one file: a report shows planned and held bytes side by side.
         usage = tiers(engine, config)
-        plan = {"fits": True, "tiers": usage} if forecast is None else forecast.document
+        plan: Mapping[str, Any] = {"fits": True, "tiers": usage}
+        if forecast is not None:
+            plan = forecast.document
         self._folder.write_json("plan.json", {**plan, "held": usage})
         self._folder.write_json(
             "env.json",
@@ -86,7 +89,7 @@ class Records:
         """
         config = with_decisions(config, engine)
         if self._folder is not None:
-            with suppress(OSError):
+            with suppress(OSError):  # the run itself has the decision
                 self._folder.write_config(config)
         return config
 
@@ -132,7 +135,7 @@ class Records:
 
     def report(self, say: Callable[[str], None]) -> None:
         """Write the reports, also after a failure. `say` receives the path, or the reason for a missing page."""
-        if self._folder is not None and self._metrics is not None:
+        if self._folder is not None and self._metrics is not None:  # a run without a step has nothing to report
             for write in REPORTS.values():
                 write(self._folder.path, say)
 
@@ -145,8 +148,9 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     resting = engine.resting
     for where, name, num_bytes in engine.allocations:
         # States used by the host alone rest in pageable memory.
-        tier = "pinned" if where == HOST and engine.pins and name not in resting else where
-        of_tier = usage.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
+        if where == HOST and engine.pins and name not in resting:
+            where = "pinned"
+        of_tier = usage.setdefault(where, {"bytes": 0, "budget_bytes": budgets.get(where), "allocations": []})
         of_tier["bytes"] += num_bytes
         of_tier["allocations"].append({"name": name, "bytes": num_bytes})
     return usage
@@ -178,10 +182,12 @@ def describe_streaming(last: Mapping[str, Any], engine: Engine) -> list[str]:
     host_bytes = sum(num_bytes for where, _, num_bytes in engine.allocations if where == HOST)
     # Graphs on the host are a choice of the run, not states without room on the device.
     host_bytes -= last.get("graphs_on_host_bytes", 0)
+    # With fewer states on the host than bytes on the device, the device could have held all states.
     if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
         return []
-    disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""
-    states = "the host and disk" if has_disk else f"{format_bytes(host_bytes)} of states on the host"
+    disk, states = "", f"{format_bytes(host_bytes)} of states on the host"
+    if has_disk:
+        disk, states = f", {sizes['nvme_read_bytes']} from disk", "the host and disk"
     return [
         f"streamed: from {states}, through a device that held {sizes['peak_device_bytes']}",
         f"moved: {sizes['h2d_bytes']} to the device and {sizes['d2h_bytes']} to the host{disk}, in the last step",
@@ -195,7 +201,9 @@ def describe_coarse(progress: RunProgress) -> list[str]:
         f"{COARSE_RATIO:g} times harder than their first updates had assumed; the corrections of these steps are less "
         "exact than others. --train.clip deferred needs no corrections."
     )
-    return [text] if progress.num_coarse else []
+    if not progress.num_coarse:
+        return []
+    return [text]
 
 
 def step_fields(

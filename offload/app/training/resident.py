@@ -44,7 +44,9 @@ def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
     """
     if info.link is not EXACT:
         return decoded(info.link, master, DTYPES[info.compute])
-    return kernels.split(master.cpu())[0] if info.compute == "bf16" else master
+    if info.compute == "bf16":
+        return kernels.split(master.cpu())[0]
+    return master
 
 
 @contextmanager
@@ -109,14 +111,16 @@ class ResidentTrainer:
         for module in model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]  # as in the engine
-        units = find_units(model, self._infos)
+        units = find_units(model, self._infos)  # before the ties are cut, as in the engine
         self._blocks = [unit.module for unit in units if unit.is_block]
         if sums_by_unit:
             for unit in units:
                 unit.module.register_forward_pre_hook(_one_node_for_each_input, with_kwargs=True)
         move_to_device(model, device)
         by_name = dict(model.named_parameters())
-        self._places = separate_ties(model) if precision == "bf16" else {name: [p] for name, p in by_name.items()}
+        self._places = {name: [p] for name, p in by_name.items()}
+        if precision == "bf16":
+            self._places = separate_ties(model)
         self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
         self._steps = [0] * len(self._infos)
         self._sums = dict[int, torch.Tensor]()
@@ -154,7 +158,8 @@ class ResidentTrainer:
         for batch, share in parts:
             inputs = {key: value.to(self.device) for key, value in batch.items()}
             part_loss = find_loss(self.model(**inputs))
-            part_loss = part_loss if share == 1.0 else part_loss * share
+            if share != 1.0:
+                part_loss = part_loss * share
             part_loss.backward()
             loss += part_loss.detach().to(torch.float32)
             self._collect()
@@ -166,15 +171,16 @@ class ResidentTrainer:
             for parameter in reversed(self._places[info.name]):  # in backward order
                 if parameter.grad is not None:
                     gradient = parameter.grad.to("cpu", torch.float32).contiguous().view(-1)
-                    total = self._sums.get(index)
-                    self._sums[index] = gradient if total is None else total + gradient
+                    if index in self._sums:
+                        gradient = self._sums[index] + gradient
+                    self._sums[index] = gradient
                     parameter.grad = None
 
     def _update(self) -> float:
         """Clip and update with the gradient sums. Return their norm."""
         sums = self._sums
         self._sums = {}
-        norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])
+        norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])  # in the engine's order
         is_late = self._late_after is not None and self._num_done >= self._late_after
         self._num_done += 1
         if not norm < float("inf"):
@@ -197,8 +203,9 @@ class ResidentTrainer:
     def _update_parameter(self, index: int, gradient: torch.Tensor, scale: float) -> None:
         info, part = self._infos[index], self.rule.parts[self._infos[index].rule]
         self._steps[index] += 1
-        num_bytes = part.workspace_bytes(info.shape) if part.by_matrix else 0
-        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None
+        workspace = None
+        if part.by_matrix and (num_bytes := part.workspace_bytes(info.shape)):
+            workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         by = UpdateStep(
             self._steps[index],
             self.lr * info.lr_scale,
@@ -208,9 +215,9 @@ class ResidentTrainer:
             shape=info.shape,
             workspace=workspace,
         )
-        # Once, after all sums: the engine rounds a gradient at this place too.
-        rounded = gradient.bfloat16() if info.compute == "bf16" else gradient
-        part.update(self._states[index], rounded.to(self._update_devices[info.name]), by)
+        if info.compute == "bf16":  # once, after all sums: the engine rounds a gradient at this place too
+            gradient = gradient.bfloat16()
+        part.update(self._states[index], gradient.to(self._update_devices[info.name]), by)
 
     def _show(self, index: int) -> None:
         """Copy a parameter's master weights to the model, in the compute dtype."""
@@ -253,7 +260,8 @@ def move_to_device(model: nn.Module, device: torch.device) -> None:
             if parameter is not None:
                 module._parameters[key] = moved[id(parameter)]
         for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.to(device)
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
     del before
 
 
@@ -263,7 +271,7 @@ def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     Return the parameters by first weight name, in module order.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    shared = {id(parameter): parameter for parameter in model.parameters()}
+    shared = {id(parameter): parameter for parameter in model.parameters()}  # a memo: `deepcopy` copies none of these
     seen: set[int] = set()
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
@@ -290,6 +298,8 @@ def _one_node_for_each_input(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Insert one autograd node between each input and all its uses in a module."""
 
     def node(value: Any) -> Any:
-        return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return value.view_as(value)
+        return value
 
     return tree_map(node, (args, kwargs))

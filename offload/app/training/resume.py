@@ -98,6 +98,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
 def check_settings(config: Config, comm: Comm) -> None:
     """Check number of ranks, disk folders, throttles and update rule, before any work. Raises ConfigError."""
     config.check_ranks(comm.size)
+    # The objects are made again with the engine. Made here, a wrong value costs no reading of data.
     if dirs := make_placement(config).dirs:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)
@@ -152,9 +153,11 @@ def _candidates(config: Config) -> Sequence[Path]:
     resume = config.checkpoint.resume
     if resume == "never":
         return ()
-    if resume == "auto":
+    if resume == "auto":  # the same command again goes on
         own = RunFolder.of(config)
-        return Checkpoints(own.checkpoints).folders() if own else ()
+        if own is None:
+            return ()
+        return Checkpoints(own.checkpoints).folders()
     path, own = Path(resume).expanduser(), RunFolder.of(config)
     if own is not None and not own.owns(path) and (checkpoints := Checkpoints(own.checkpoints).folders()):
         return checkpoints  # same command again, for a run started from another run's checkpoint

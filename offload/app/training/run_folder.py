@@ -46,7 +46,9 @@ class RunFolder:
     @classmethod
     def of(cls, config: Config) -> RunFolder | None:
         """Return run.dir unchecked. None: not set."""
-        return None if config.run.dir is None else cls(Path(config.run.dir).expanduser())
+        if config.run.dir is None:
+            return None
+        return cls(Path(config.run.dir).expanduser())
 
     @classmethod
     def open(cls, config: Config) -> RunFolder:
@@ -78,7 +80,7 @@ class RunFolder:
 
         `resumes`: the run begins at a checkpoint.
         """
-        names = [name for name in _RUN_FILES if (self.path / name).exists()]
+        names = [name for name in _RUN_FILES if (self.path / name).exists()]  # other files are the user's
         resume = config.checkpoint.resume
         is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
         goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
@@ -115,7 +117,7 @@ class RunFolder:
                 ) from None
 
     def _make(self, *, exist_ok: bool = False) -> None:
-        self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]  # the deepest first
         self.path.mkdir(parents=True, exist_ok=exist_ok)
 
     def _take(self) -> None:

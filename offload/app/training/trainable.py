@@ -123,15 +123,17 @@ class WholeModel(TrainablePart):
     @classmethod
     def architecture(cls, start: ResumePoint) -> PreTrainedConfig:
         """Return the architecture, from the checkpoint of a resumed run: the original folder may have changed."""
-        first = next(iter(start.folders), None)
-        section = start.config.model if first is None else ModelSection(path=str(first / "config.json"))
+        section = start.config.model
+        if start.folders:
+            section = ModelSection(path=str(start.folders[0] / "config.json"))
         return load_model_config(section)
 
     @classmethod
     def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> WholeModel:  # noqa: ARG003
-        return (WholeModel if kind.auto is not None else CustomModule)(
-            kind, config.optimizer.freeze, config.optimizer.reset_every
-        )
+        whole_class = WholeModel
+        if kind.auto is None:
+            whole_class = CustomModule
+        return whole_class(kind, config.optimizer.freeze, config.optimizer.reset_every)
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
         freeze(built.model, self.frozen)
@@ -178,6 +180,7 @@ class WholeModel(TrainablePart):
 
     def load(self, folder: Path, build_base: BuildBase) -> Any:  # noqa: ARG002
         """Load the folder with transformers, and freeze the same parameters."""
+        # The check gives trained weights their link format, and frozen ones have none.
         model = reload.reload(folder, self.model_kind.auto)
         freeze(model, self.frozen)
         return model
@@ -198,8 +201,9 @@ TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
 def trainable_class(config: Config) -> type[TrainablePart]:
     if not config.lora.adapts:
         return TRAINABLE["whole"]
-    name = "restarts" if config.lora.restart_every else "adapter"
-    return TRAINABLE[name]
+    if config.lora.restart_every:
+        return TRAINABLE["restarts"]
+    return TRAINABLE["adapter"]
 
 
 def load_architecture(start: ResumePoint) -> PreTrainedConfig:
@@ -242,11 +246,15 @@ class DiskNeeds:
     @classmethod
     def of(cls, config: Config, trainable: TrainablePart, model: nn.Module) -> DiskNeeds:
         """Return the needs for a resolved configuration and a model. Raises ConfigError for an untrainable model."""
-        rule, weight_bytes = make_update_rule(config), 2 if config.train.precision == "bf16" else 4
+        rule = make_update_rule(config)
+        weight_bytes = 2 if config.train.precision == "bf16" else 4
         num_saved, kept_bytes = trainable.num_saved(model), trainable.kept_bytes(model, weight_bytes)
+        # By the first rule, the rule of most parameters: the need is a forecast.
         moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
         master_bytes = 4 if rule.has_low else weight_bytes
-        export_bytes = trainable.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
+        export_bytes = 0
+        if config.checkpoint.export:
+            export_bytes = trainable.export_bytes(model, weight_bytes)
         return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
 
     def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
@@ -264,8 +272,10 @@ class DiskNeeds:
             )
         # One more for a stop request; the next one is written before the oldest is removed. Without regular checkpoints
         # only a stop request saves, and a run to the end needs no room.
-        num = 0 if section.every is None else 1 + (section.keep or 1)
-        if section.keep is None and isinstance(section.every, int) and config.train.steps:
+        num = 0
+        if section.every is not None:
+            num = 1 + (section.keep or 1)
+        if section.keep is None and isinstance(section.every, int) and config.train.steps:  # all of them stay
             num = math.ceil((config.train.steps - num_done) / section.every)
         num += section.keep_best
         if free < (needed := self.export_bytes + num * self.states_bytes):
