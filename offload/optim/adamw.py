@@ -30,6 +30,7 @@ class AdamW(StoredMoments):
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     states: str = "fp32"
 
+    # Both go into each kernel call, and no stored state depends on them.
     steered: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     @property

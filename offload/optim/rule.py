@@ -168,8 +168,11 @@ class UpdateRule(ABC):
     @property
     def title(self) -> str:
         """Name in error messages, with the state dtype unless fp32."""
+        name = type(self).__name__
         states = getattr(self, "states", "fp32")
-        return type(self).__name__ + ("" if states == "fp32" else f" with {states} states")
+        if states != "fp32":
+            name += f" with {states} states"
+        return name
 
     @classmethod
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
@@ -199,6 +202,7 @@ class UpdateRule(ABC):
         if isinstance(self.groups, Mapping):  # mapping, as in a configuration
             object.__setattr__(self, "groups", tuple(self.groups.items()))
         check_types(type(self), vars(self))
+        # A copy: a later change to the caller's mappings must not change the rule.
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
         if hasattr(self, "betas"):
             object.__setattr__(self, "betas", tuple(self.betas))
@@ -239,9 +243,14 @@ class UpdateRule(ABC):
 
     def default(self, parameter: ParameterTraits) -> RuleChoice:
         """Return the settings for a parameter without a matching group. Raises ConfigError."""
+        rule = 0
         other = self.choose_other(parameter)
-        decay = self.weight_decay if len(parameter.shape) >= 2 or self.decay_1d else 0.0
-        return RuleChoice(0 if other is None else 1 + other, 1.0, decay)
+        if other is not None:
+            rule = 1 + other  # this rule is the first in `parts`
+        decay = 0.0
+        if len(parameter.shape) >= 2 or self.decay_1d:
+            decay = self.weight_decay
+        return RuleChoice(rule, 1.0, decay)
 
     def choose(self, parameter: ParameterTraits) -> RuleChoice:
         """Return the settings for a parameter. Raises ConfigError."""
@@ -252,12 +261,14 @@ class UpdateRule(ABC):
             if re.search(pattern, parameter.name):
                 if rule is not None:
                     chosen = rule.choose(parameter)
+                    # An engine has one learning rate, the rate of this rule: the other rate is a multiple.
                     chosen = replace(chosen, rule=first + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(rule))
                 scale = values.get("lr_scale", 1.0)
                 decay = values.get("weight_decay", chosen.weight_decay)
                 return replace(chosen, lr_scale=chosen.lr_scale * scale, weight_decay=decay)
-            first += 0 if rule is None else len(rule.parts)
-        return chosen
+            if rule is not None:
+                first += len(rule.parts)
+        return chosen  # the first expression found applies, and none was
 
     def ratio(self, rule: UpdateRule) -> float:
         """Return the learning rate of another rule divided by the learning rate here. Raises ConfigError."""
@@ -331,11 +342,14 @@ class StoredMoments(UpdateRule):
         whole: Any = self  # the instance is a dataclass
         if self.states != "int8":
             return ()
+        # For parameters with fp32 moments. Without groups: `choose` has searched them already.
         return (replace(whole, states="fp32", groups=()),)
 
     def choose_other(self, parameter: ParameterTraits) -> int | None:
         is_kept = parameter.is_embedding or math.prod(parameter.shape) < LEAST_NUMEL
-        return 0 if self.states == "int8" and is_kept else None
+        if self.states == "int8" and is_kept:
+            return 0
+        return None
 
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:

@@ -37,7 +37,7 @@ class SGD(UpdateRule):
 
     @property
     def moments(self) -> tuple[Plane, ...]:
-        if not self.momentum:
+        if not self.momentum:  # the kernel then takes no buffer, and a run has no optimizer states
             return ()
         return (Plane("momentum_buffer", torch.float32),)
 

@@ -109,9 +109,11 @@ def alike_runs(
         info = infos[index]
         own_position = position if one_by_one else None
         alike.append((steps, info.lr_scale, info.weight_decay, own_position) if takes else None)
+    # One call of a kernel for a run: a block has many small parameters, and a call costs more than a small update.
     for common, run in groupby(range(len(alike)), alike.__getitem__):
         positions = list(run)
         first, last = positions[0], positions[-1]
+        # A tile may cut a parameter. Padding inside a run is updated too, and stays zero.
         begin = max(region.offsets[first], tile.begin)
         end = min(region.offsets[last] + region.sizes[last], tile.end)
         if common is not None and begin < end:
@@ -125,7 +127,7 @@ def total_norm(squares: Iterable[float]) -> float:
         total += value
     if total == total and total >= 0.0:
         return math.sqrt(total)
-    return math.nan
+    return math.nan  # not the error of `math.sqrt`: the step then names the gradients at fault
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

@@ -46,9 +46,8 @@ class DeviceUpdates(UpdatePlace):
         """Start new counts; a lane still checks the previous step's counts."""
         self._in_place.begin_step()
         self._counts = {}
-        self._start_tickets = (
-            self._lanes.mark()
-        )  # compute has cleared the memory, or loaded resident planes from a checkpoint
+        # Compute has cleared the memory, or loaded resident planes from a checkpoint.
+        self._start_tickets = self._lanes.mark()
 
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlaceUpdates.submit`."""
@@ -62,6 +61,7 @@ class DeviceUpdates(UpdatePlace):
             name: place[: flat.nbytes].view(flat.dtype)
             for place, (name, flat) in zip(places, host_planes.items(), strict=True)
         }
+        # Gradients are only read, and codes are only written.
         changed = {name: flat for name, flat in host_planes.items() if name != "gradients"}
         copied = {name: flat for name, flat in device_planes.items() if name != CODES}
 
@@ -117,6 +117,7 @@ class DeviceUpdates(UpdatePlace):
         self._in_place.check()
         if self._device.torch_device.type == "cpu":
             return
+        # Held by the work below: the next step has other counts.
         counts, host_counts = self._counts, self._host_counts
 
         def copy_to_host() -> None:

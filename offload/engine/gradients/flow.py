@@ -173,7 +173,7 @@ class GradientFlow:
 
     def resize(self, num_bytes: int) -> None:
         """Replace the buffer by another one with `num_bytes` bytes, between two steps."""
-        self._device.ledger.drop(BUFFER)
+        self._device.ledger.drop(BUFFER)  # before the new one: a ledger counts against the budget
         self._buffer.free()
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
@@ -202,6 +202,7 @@ class GradientFlow:
         if self._observer is not None:
             return
         self.transfer.policy.open()
+        # Chunks of a head add to the gradients of the first one.
         if self._repeats and any(region in self._open for region in regions):
             return
         passing = [region for region in regions if region.trainable and region not in self._lasting]
@@ -209,7 +210,9 @@ class GradientFlow:
             return
         # Spare room by chance must not change the gradient order: clipping may depend on this order.
         is_too_wide = self._repeats and any(region.is_bf16 and region not in self._planned_wide for region in passing)
-        stretch = None if is_too_wide else self._buffer.take(sum(map(self._passing_bytes, passing)))
+        stretch = None
+        if not is_too_wide:
+            stretch = self._buffer.take(sum(map(self._passing_bytes, passing)))
         if stretch is None:
             for region in passing:
                 self.make_lasting(region, for_good=False)
@@ -238,6 +241,7 @@ class GradientFlow:
     def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
         """Send on an expert record's gradients, except for the parameters in `frozen`."""
         if self._observer is None:
+            # First: regions without any gradient are not sent.
             self.measures.touch(regions, frozen)
             self.close(regions)
 
@@ -250,7 +254,9 @@ class GradientFlow:
                     self.transfer.send_zeros(region)
 
     def _passing_dtype(self, region: Region) -> torch.dtype:
-        return torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32
+        if region.is_bf16 and not self.sums_in_fp32:
+            return torch.bfloat16
+        return torch.float32
 
     def _passing_bytes(self, region: Region) -> int:
         return region.numel * self._passing_dtype(region).itemsize
@@ -266,11 +272,13 @@ class GradientFlow:
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Context: gradients from repeated unit uses add up, and leave the device at the end (head chunks)."""
         summed_in_fp32 = self.sums_in_fp32
-        self._repeats, self.sums_in_fp32 = True, True
+        self._repeats = True
+        self.sums_in_fp32 = True  # a sum over many chunks would lose digits in bf16
         try:
             yield
         finally:
-            self._repeats, self.sums_in_fp32 = False, summed_in_fp32
+            self._repeats = False
+            self.sums_in_fp32 = summed_in_fp32
         self.close(regions)
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
@@ -302,7 +310,7 @@ class GradientFlow:
         is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates(region) or self.measures.has_peers
         flat = self._lasting[region] if lasts else self._open[region][0]
         if touched[position]:
-            self.measures.record_square(piece, None)
+            self.measures.record_square(piece, None)  # a square of the first contribution alone is wrong
             _add(flat[span], gradient)
         elif flat.is_cpu and flat.dtype == gradient.dtype and not is_summed:
             # Measure the gradient while it is still in the cache.
@@ -356,4 +364,5 @@ class GradientFlow:
             return
         for region, flat in self._lasting.items():
             if self.transfer.sends(region):
+                # A new fence: these buffers belong to one region and are written by compute alone.
                 self.transfer.send(region, flat, Fence("accumulated gradients"), is_final=True)

@@ -42,11 +42,15 @@ class Measures:
     has_peers = False
 
     def __init__(self, store: Store) -> None:
-        self._store, self.has_peers = store, store.comm.size > 1
+        self._store = store
+        self.has_peers = store.comm.size > 1
         self._regions = list(store.states)
-        self.touched: dict[int, list[bool]] = {}
         pieces = [piece for region in self._regions for piece in region.pieces]
+        # The order of the model: the norm is a sum in the order of `squares`, and must not depend on regions.
         self._pieces = sorted(pieces, key=lambda piece: (piece.parameter, piece.begin))
+
+        # The present step.
+        self.touched: dict[int, list[bool]] = {}
         self.squares: dict[Piece, float] = {}
         self._known: set[Piece] = set()  # measured at arrival
         counts = [2 * len(region.parameters) for region in self._regions]
@@ -124,6 +128,7 @@ class Measures:
         `agrees`: exchange the squares at once; otherwise in `finish`.
         """
         buffer, touched = self._buffers[region.index], self.touched[region.index]
+        # Numbers, to exchange flags with the squares: a sum above 0 means a gradient on some rank.
         flags = buffer[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
         squares = _squares(region, shard, self._store.sharding.piece(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
@@ -167,7 +172,7 @@ class Measures:
         touched = self.touched[region.index]
         if len(values) > count:
             touched[:] = [number > 0 for number in values[count:]]
-        for piece, value, has in zip(region.pieces, values, touched, strict=False):
+        for piece, value, has in zip(region.pieces, values, touched, strict=False):  # flags may follow the squares
             if has:
                 self.squares[piece] = float(value)
 
@@ -182,7 +187,9 @@ def _squares(region: Region, flat: torch.Tensor, span: slice) -> Any:
         return kernels.sum_squares_segments(flat, offsets, sizes)
     parts, counts = _parts(offsets, sizes, _PART)
     squares = torch.stack(torch._foreach_norm([flat[part] for part in parts], 2, torch.float64)).square()
-    return squares if len(parts) == len(counts) else torch.stack([part.sum() for part in squares.split(counts)])
+    if len(parts) == len(counts):  # no piece was cut
+        return squares
+    return torch.stack([part.sum() for part in squares.split(counts)])
 
 
 _Sizes = tuple[int, ...]

@@ -128,7 +128,8 @@ class RunningNorm:
     """
 
     def __init__(self, measures: Measures) -> None:
-        self._measures, self._lock = measures, threading.Lock()
+        self._measures = measures
+        self._lock = threading.Lock()
         self._regions: list[tuple[Region, Mapping[Piece, float]]] = []
         self._totals: list[float] = []
 
@@ -163,6 +164,7 @@ class ImmediatePolicy(UpdatePolicy):
         self._measures = measures
         self._limit = limit
         self._norm = norm
+        # An inline update without clipping needs no number from the host, so nothing waits for one.
         self._has_to_know = limit is not None or not is_inline
         self._updates: list[RegionUpdate] = []
         self.arrived: list[Piece] = []
@@ -199,15 +201,19 @@ class UpdateAtArrival(RegionUpdate):
         self._limit = limit
         self._norm = norm
         self._number = running_norm.append(self.region)
-        self._arrival = self.fence.before_read()
+        self._arrival = self.fence.before_read()  # now: the next fill of this memory has other tickets
 
     def choose_scale(self) -> None:
         for ticket in self._arrival:  # the stream may be behind, and the host reads earlier results
             ticket.synchronize()
         so_far = self._running_norm.total(self._number)
-        norm = total_norm([so_far]) if self._norm is None else self._norm
-        # `finish` raises the error for a non-finite step, with the unit name.
-        self.scale = clip_coefficient(norm, self._limit) if math.isfinite(so_far) else None
+        if not math.isfinite(so_far):
+            self.scale = None  # `finish` raises the error, with the unit name
+            return
+        norm = self._norm
+        if norm is None:
+            norm = total_norm([so_far])
+        self.scale = clip_coefficient(norm, self._limit)
 
 
 class SpeculativePolicy(ImmediatePolicy):
@@ -225,9 +231,11 @@ class SpeculativePolicy(ImmediatePolicy):
         for update in self._updates:  # the same sums as on the lane, which may be behind
             total += sum(map(self._measures.squares.__getitem__, update.region.pieces))
             applied_scale = clip_coefficient(total_norm([total]), limit)
+            # The kernels round the coefficient: equal rounded coefficients mean equal updates.
             if _as_float32(applied_scale) != _as_float32(scale):
                 worst = max(worst, applied_scale / scale if scale else math.inf)
                 wrong.append(update)
+        # In the order of the next pass: its fetches wait for these.
         for update in sorted(wrong, key=lambda update: first_use(update.region)):
             Correction(update, scale).submit()
         for update in sorted(self._updates, key=lambda update: first_use(update.region)):

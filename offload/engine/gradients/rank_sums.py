@@ -29,8 +29,11 @@ from offload.tiers.tile import RegionState
 def open_exchange(store: Store, measures: Measures, sizes: Mapping[str, int], settings: Settings) -> Exchange:
     """Return the exchange for the ranks of `store`. `sizes`: device buffer sizes in bytes, by plan name."""
     parts = store, measures, bool(settings.debug)
-    name = "dispatch" if store.sharding.dispatches else "reduce-scatter"
-    exchange = EXCHANGES[name](sizes, *parts) if store.within.size > 1 else Exchange(*parts)
+    exchange = Exchange(*parts)
+    if store.sharding.dispatches:
+        exchange = EXCHANGES["dispatch"](sizes, *parts)
+    elif store.within.size > 1:
+        exchange = EXCHANGES["reduce-scatter"](sizes, *parts)
     if store.between.size > 1 and settings.optimizer.has_gradients:
         return ReplicaSums(exchange, *parts)
     return exchange
@@ -81,10 +84,13 @@ class ReduceScatter(Exchange):
                     flat[part].copy_(shard)
                 store.within.all_gather(flat, flat[part], _gathering(region))
             elif self._debug and source.buffer_type == BUFFER:
-                for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
+                unused = [flat]
+                if fence is source:  # the sum lies among the gradients
+                    unused = [flat[: part.start], flat[part.stop :]]
+                for rest in unused:
                     rest.fill_(float("nan"))
 
-        num_exchanges = 2 if whole else 1
+        num_exchanges = 1 + whole  # a gather follows
         ticket = store.collective_lane.submit(
             work,
             reads=self._lanes.mark(),
@@ -131,7 +137,10 @@ class ExactSums:
     def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         """Return the bytes a rank sends to each other rank."""
         step = len(terms) // self.between.size
-        return step * (terms.itemsize + (into.itemsize if len(into) > step else 0))
+        num_bytes = step * terms.itemsize
+        if len(into) > step:  # others store this rank's piece of the sum too
+            num_bytes += step * into.itemsize
+        return num_bytes
 
     def run(
         self, state: RegionState, terms: torch.Tensor, own_sum: torch.Tensor, target: torch.Tensor, measure: Measure
@@ -145,7 +154,9 @@ class ExactSums:
         between.reduce_scatter(own_sum, terms, label, scratch=self.scratch)
         measure(own_sum)
         if len(target):
-            own_target = target if len(target) == len(own_sum) else pieces_of(target, between.size)[between.rank]
+            own_target = target
+            if len(target) != len(own_sum):
+                own_target = pieces_of(target, between.size)[between.rank]
             self.keep(state.region, own_sum, own_target)
             if own_target is not target:
                 between.all_gather(target, own_target, label)
@@ -222,7 +233,10 @@ class ReplicaSums(Exchange):
         assert measure is not None
         own, plane = self._store.sharding.own(region), region.plane("gradients")
         num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
-        stretch = self._ring.take_planned(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
+        room = num_bytes
+        if into is None:
+            room += plane.num_bytes(own.stop - own.start)
+        stretch = self._ring.take_planned(room)
         terms = stretch.flat[: flat.nbytes].view(flat.dtype)
         if into is None:
             into = stretch.flat[num_bytes:].view(plane.dtype)
@@ -234,7 +248,9 @@ class ReplicaSums(Exchange):
         if self._store.is_below_device:
             self._store.counters.count("d2h_bytes", terms.nbytes)
         stretch.fence.record_writer(copied)
-        piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
+        piece = None
+        if flat.dtype == torch.bfloat16:
+            piece = stretch.flat[terms.nbytes : num_bytes]
         ticket = self._exchange(region, terms, into, measure, (copied,), users, piece)
         stretch.fence.record_writer(ticket)
         stretch.close()
@@ -261,7 +277,7 @@ class ReplicaSums(Exchange):
         own_sum = terms[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
         shard, own = sharding.shard(region), sharding.own(region)
         own_range = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
-        target = into[own_range] if len(into) else into
+        target = into[own_range]  # empty, if the sum is not stored
         work = partial(self._sums.run, store.states[region], terms, own_sum, target, measure)
         sent = self._sums.sent_bytes(terms, into)
         self._counters.count("network_bytes", sent * between.num_far)

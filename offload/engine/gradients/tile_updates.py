@@ -56,7 +56,7 @@ class EarlyReads:
 
     def follow(self, order: list[Region]) -> None:
         """Set the update order. Reads for another order are released, because they would block the ring."""
-        if order != self._order:
+        if order != self._order:  # the prediction was wrong
             self.give_back()
         self._order = order
 
@@ -73,7 +73,9 @@ class EarlyReads:
     def lend(self, tile: Tile, names: Sequence[str]) -> Lease:
         """Return a lease on tile planes for the update, from the early read if there is one."""
         early = self._leases.pop(tile, None)
-        return tile.lend(*names) if early is None else tile.renew_lease(early)
+        if early is None:
+            return tile.lend(*names)
+        return tile.renew_lease(early)
 
 
 class TileUpdates:
@@ -102,7 +104,9 @@ class TileUpdates:
 
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
-        for number, tile in enumerate(self.store.states[region].tiles if self.store.publishes else ()):
+        if not self.store.publishes:
+            return
+        for number, tile in enumerate(self.store.states[region].tiles):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
@@ -155,10 +159,13 @@ class RegionUpdate:
         """
         tiles, state = self.tiles, self.state
         gradients = self.gradients
-        tiles.mark_updating()
-        tiles.slots.invalidate((self.region,))
+        tiles.mark_updating()  # a failure from here on leaves a torn state
+        tiles.slots.invalidate((self.region,))  # a copy on the device is of the old weights
         for number, tile in enumerate(state.tiles):
-            lease = tiles.early.lend(tile, [*tile.states, *(["gradients"] if gradients is None else ())])
+            names = [*tile.states]
+            if gradients is None:
+                names.append("gradients")
+            lease = tiles.early.lend(tile, names)
             planes = lease.planes
             if gradients is not None:
                 planes = {**planes, "gradients": gradients[tile.begin - state.begin : tile.end - state.begin]}
@@ -173,9 +180,9 @@ class RegionUpdate:
         if self.scale is None:
             return 0
         num_wrong = update_tile(self.state, tile, planes, self.touched, self.settings, self.scale)
-        if tile is self.state.tiles[-1]:
+        if tile is self.state.tiles[-1]:  # once, and last: every tile of an update has the same step number
             self.state.count(self.touched)
-        if self.tiles.debug and self.is_final:
+        if self.tiles.debug and self.is_final:  # a correction reads the gradients again
             planes["gradients"].fill_(float("nan"))
         return num_wrong
 

@@ -20,6 +20,7 @@ from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
 
 _CHUNK = 1 << 24
+"""Elements of a gradient copied at once: bounds the temporary of a copy into another dtype."""
 
 Measure = Callable[[torch.Tensor], None]
 """Callback for this rank's piece of a region's gradient sum, in fp32 before rounding."""
@@ -71,7 +72,9 @@ class Exchange:
 
         `measure`: None if the sum is not final.
         """
-        squares = None if measure is None else self._measures.measure(region, flat)
+        squares = None
+        if measure is not None:
+            squares = self._measures.measure(region, flat)
         if self._store.d2h_lane is not self._lanes.d2h:  # nothing else is copied to the host
             self._copy_squares(squares)
             squares = None
@@ -86,7 +89,7 @@ class Exchange:
         for span, lease in leases:
             part = gradients._replace(flat=gradients.flat[span])
             lease.done_writing(self.copy(part, lease.planes["gradients"], lease.users))
-            gradients = gradients._replace(squares=None)
+            gradients = gradients._replace(squares=None)  # copied with the first part
 
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
         """Measure, round and store `total`, a sum over several passes on the tier of the states."""
@@ -188,6 +191,7 @@ class GradientTransfer:
 
         Afterwards the measures and planes are final. This is the only host wait in a step.
         """
+        # The contributions, and then the exchanges of their sums.
         self._store.lanes.wait(self._exchange.tickets)
         if self.accumulated:
             for state in self._store.states.values():
@@ -229,7 +233,7 @@ class GradientTransfer:
         """Record zero gradients for a region, without a D2H copy."""
         is_first = region.index not in self._sent
         self._sent.add(region.index)
-        if not is_first or self.policy.drops:
+        if not is_first or self.policy.drops:  # zeros add nothing to a sum, or to a norm
             return
         state = self._store.states[region]
         if state.sums is not None:
@@ -243,7 +247,7 @@ class GradientTransfer:
         state, stretch = self._store.states[region], None
         stored, fence = state.gradients, state.gradient_fence
         leases: Leases = state.lend_gradients()
-        if not state.has_gradient_plane:
+        if not state.has_gradient_plane:  # the update follows at once, and frees the staging memory
             own = self._store.sharding.own(region)
             stored, stretch = self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
             fence = stretch.fence

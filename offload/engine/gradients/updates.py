@@ -106,7 +106,8 @@ class Updates:
         without clipping make it speculative. Unclipped steps have equal bits in both modes, so the whole run has the
         bits of the mode decided.
         """
-        self.clip, self.num_unclipped = clip, num_unclipped
+        self.clip = clip
+        self.num_unclipped = num_unclipped
 
     def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
         """Use other rule settings, and other weight decays by parameter name, for the next updates.
@@ -130,7 +131,8 @@ class Updates:
         `after_norm`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only.
         `norm`: the norm from such a backward.
         """
-        self._norm, self._limit = norm, self.max_norm
+        self._norm = norm
+        self._limit = self.max_norm
         self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
@@ -183,6 +185,7 @@ class Updates:
         policy = self._flow.transfer.policy
         self._flow.finish()
         norm = total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
+        # The updates have used the norm of the first backward. The last bits may differ.
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):
@@ -195,7 +198,7 @@ class Updates:
             return policy.finish(norm, self._limit, first_use)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
-        self.tiles.early.give_back()
+        self.tiles.early.give_back()  # no update takes over these leases, and the ring needs the room
         self.tiles.choose_weights()
         return UpdateResult(norm, skipped=True)
 
@@ -213,6 +216,7 @@ class Updates:
 
     def start(self) -> None:
         """Start all pending updates."""
+        # An interrupt between two updates would leave a torn state.
         with interrupts.uninterrupted():
             self.update_resident()
             self.start_rest()
@@ -255,5 +259,6 @@ class Updates:
         error = self._lanes.failure
         if error is not None:
             return f"an update failed ({type(error).__name__}: {error})"
-        torn = self.tiles.is_updating
-        return "a step failed after updating some units but not all" if torn else None
+        if self.tiles.is_updating:
+            return "a step failed after updating some units but not all"
+        return None

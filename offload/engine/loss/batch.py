@@ -38,6 +38,7 @@ def check_batch(batch: Batch) -> int:
                 f"batch[{key!r}] is {type(value).__name__}; it must be a tensor, None, a number, a string, or a list "
                 "of these."
             )
+    # Labels decide: the first axis of other tensors may count patches of pictures, or tokens.
     labels = batch.get("labels")
     if isinstance(labels, torch.Tensor) and labels.dim():
         rows = labels.shape[0]
@@ -59,6 +60,7 @@ def is_token_batch(batch: Batch, rows: int) -> bool:
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
         return False
+    # With as many tokens as rows, the size of an axis does not tell rows from tokens.
     return rows != labels.shape[1] and all(
         isinstance(value, torch.Tensor) and value.shape[:2] == labels.shape for value in batch.values()
     )
@@ -78,6 +80,7 @@ def batch_pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
             properties.append((key, repr(value)))
         else:
             properties.append((key, (type(value).__name__, isinstance(value, _LISTS) and len(value) == rows)))
+    # Sorted: the order of the keys in a batch does not matter. By key alone: properties may not compare.
     return tuple(sorted(properties, key=lambda item: item[0]))
 
 
@@ -85,7 +88,9 @@ def describe(value: Any) -> str:
     """Describe a batch value for error messages."""
     if isinstance(value, torch.Tensor):
         return str(list(value.shape))
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (*_LISTS, Mapping)) else repr(value)
+    if isinstance(value, (*_LISTS, Mapping)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)
 
 
 def next_labels(batch: Batch) -> torch.Tensor:
@@ -93,19 +98,25 @@ def next_labels(batch: Batch) -> torch.Tensor:
 
     Source: `shift_labels` if present, else the labels shifted by one.
     """
-    shift_labels = batch.get("shift_labels")
-    shifted: torch.Tensor = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return shifted if shift_labels is None else shift_labels
+    shifted: torch.Tensor | None = batch.get("shift_labels")
+    if shifted is None:
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return shifted
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> dict[str, Any]:
     """Apply `function` to every tensor in a batch, also inside lists and dicts."""
 
     def of_leaf(leaf: Any) -> Any:
-        return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        return leaf
 
-    def of_value(value: Any) -> Any:  # most values are leaves, with no tree to open
-        return of_leaf(value) if isinstance(value, (torch.Tensor, *_PLAIN)) else tree_map(of_leaf, value)
+    def of_value(value: Any) -> Any:
+        # Most values are leaves, with no tree to open.
+        if isinstance(value, (torch.Tensor, *_PLAIN)):
+            return of_leaf(value)
+        return tree_map(of_leaf, value)
 
     return {key: of_value(value) for key, value in batch.items()}
 
@@ -136,9 +147,11 @@ class BatchForm:
         """
         rows = check_batch(batch)
         if row_axes is not None and not isinstance(row_axes, Mapping):
+            # A list names all values with rows: any other value is shared by all rows.
             row_axes = dict.fromkeys(batch) | dict.fromkeys(row_axes, 0)
         row_axes = row_axes or {}
         for key in row_axes:
+            # A batch may lack a named value, as rows without pictures do. Only a similar key is a misspelt name.
             if key not in batch and (close := nearest(key, batch, cutoff=0.85)):
                 raise ConfigError(f"rows names {key!r}, which is not in the batch{close}.")
         axes = {key: 0 for key, value in batch.items() if key not in row_axes and _size(value, 0) == rows}
@@ -158,6 +171,7 @@ class BatchForm:
         form = cls(axes, owners)
         for key, where in owners.items():
             if isinstance(where, str):
+                # A selection of no rows checks the counts, before anything runs.
                 form.select_entries(batch, key, torch.arange(0, device="cpu"))
         return form
 
@@ -183,7 +197,9 @@ class BatchForm:
         if not isinstance(owner, str):
             return owner(batch, order)
         sizes = batch.get(owner)
-        counts = sizes.flatten(1).prod(1).tolist() if isinstance(sizes, torch.Tensor) and sizes.dim() > 1 else []
+        counts: list[int] = []
+        if isinstance(sizes, torch.Tensor) and sizes.dim() > 1:
+            counts = sizes.flatten(1).prod(1).tolist()
         if sum(counts) != _size(value, 0) or len(counts) != check_batch(batch):
             raise ConfigError(
                 f"rows takes the entries per row of {key} from {owner}, but {owner} is {describe(sizes)}, which gives "
@@ -191,6 +207,7 @@ class BatchForm:
                 f"{check_batch(batch)} rows. Pass a function (batch, numbers) for other layouts."
             )
         pieces = value.split(counts)
+        # torch.cat refuses an empty list.
         return torch.cat([pieces[number] for number in order.tolist()] or [value[:0]])
 
     def parts(self, batch: Batch, total: int, rows: int | None) -> Iterator[dict[str, Any]]:
@@ -200,8 +217,10 @@ class BatchForm:
             part, end = dict(batch), min(start + step, total)
             for key, axis in self.axes.items():
                 value = batch[key]
-                is_tensor = isinstance(value, torch.Tensor)
-                part[key] = value.narrow(axis, start, end - start) if is_tensor else value[start:end]
+                if isinstance(value, torch.Tensor):
+                    part[key] = value.narrow(axis, start, end - start)
+                else:
+                    part[key] = value[start:end]
             yield part | {
                 key: self.select_entries(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners
             }
@@ -222,16 +241,18 @@ class BatchForm:
         counts = torch.zeros(check_batch(batch), dtype=torch.int64, device="cpu")
         for key, axis in self.axes.items():
             if isinstance(value := batch[key], torch.Tensor):
-                rows = value.movedim(axis, 0).flatten(1) if value.dim() > 1 else value[:, None]
+                rows = value.movedim(axis, 0).unsqueeze(-1).flatten(1)  # a vector becomes a column
                 counts += (rows != rows[row : row + 1]).any(1).cpu()
         return counts
 
 
 def _size(value: Any, axis: int) -> int:
     """Return the size along an axis, or -1 without this axis."""
-    if isinstance(value, torch.Tensor):
-        return value.shape[axis] if 0 <= axis < value.dim() else -1
-    return len(value) if isinstance(value, _LISTS) and axis == 0 else -1
+    if isinstance(value, torch.Tensor) and 0 <= axis < value.dim():
+        return value.shape[axis]
+    if isinstance(value, _LISTS) and axis == 0:
+        return len(value)
+    return -1
 
 
 def _is_constant(value: Any, axis: int) -> bool:
@@ -243,6 +264,7 @@ def _is_constant(value: Any, axis: int) -> bool:
 
 def _is_equal(one: Any, other: Any) -> bool:
     ones, others = tree_leaves(one), tree_leaves(other)
+    # 1, 1.0 and True are equal to Python, and not to every model.
     return len(ones) == len(others) and all(
         type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b))
         for a, b in zip(ones, others, strict=True)

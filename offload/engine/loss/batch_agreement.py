@@ -75,12 +75,14 @@ class RankBatch:
         )
         ints = tuple((key, value) for key, value in sorted(batch.items()) if type(value) is int)
         if shared is not None:
+            # The targets of this rank's tokens: the label of the last one is on the next rank.
             count = int((shared.targets != IGNORED).sum())
             targets = count, count, count
         elif labels is not None:
             shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
             targets = shifted, unshifted, LossRule(counts_rows=True).count(labels)
         if labels is None and has_equal_rows(batch, rows):
+            # The divisor of a loss function is unknown: see `PassPlan.num_targets`.
             elements = next(iter(batch.values())).numel()
         return cls(
             operation,
@@ -116,6 +118,7 @@ class PassPlan:
     def schedule_key(self) -> Hashable:
         """Key shared by passes with the same schedule."""
         own = self.ranks[self.rank]
+        # Shapes of all ranks: the largest batch decides the number of parts here too.
         return own.operation, tuple(announcement.shapes for announcement in self.ranks), not own.has_loss_function
 
     @property
@@ -163,17 +166,21 @@ class PassPlan:
         Without labels, a loss function over tensors [rows, ...] is assumed to average over the elements of the first
         tensor.
         """
-        kind = 2 if rule.counts_rows else not rule.shifts
+        kind = 2 if rule.counts_rows else not rule.shifts  # the position in `RankBatch.targets`
         counts = [announcement.targets[kind] for announcement in self.ranks]
         if all(announcement.has_loss_function and announcement.elements for announcement in self.ranks):
             counts = [announcement.elements for announcement in self.ranks]
-        return sum(counts) if rank is None else counts[rank]
+        if rank is None:
+            return sum(counts)
+        return counts[rank]
 
     def weight(self, rule: LossRule, rank: int | None = None) -> int:
         """Return the weight of the losses of all ranks together, or of one rank."""
         if not rule.weighs_rows:
             return self.num_targets(rule, rank)
-        return sum(each.rows for each in self.ranks) if rank is None else self.ranks[rank].rows
+        if rank is None:
+            return sum(each.rows for each in self.ranks)
+        return self.ranks[rank].rows
 
 
 @dataclass(frozen=True)
@@ -235,10 +242,14 @@ def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:
     Raises ConfigError on all ranks if the calls differ between ranks, or one rank has a bad batch.
     """
     ranks = comm.gather_objects(announcement, "agreement on the next operation")
+    # Every rank sees all announcements and raises: a rank going on alone would wait for the others forever.
     for rank, other in enumerate(ranks):
         if other.error_message:
-            text = f"rank {rank}: {other.error_message}" if len(ranks) > 1 else other.error_message
+            text = other.error_message
+            if len(ranks) > 1:
+                text = f"rank {rank}: {text}"
             raise ConfigError(text) from None
+    # Operations first: two ranks at different calls differ in the other subjects too.
     for subject, values in (
         ("operations", [other.operation for other in ranks]),
         ("batch tensors", [", ".join(_describe_shape(key, shape) for key, shape in other.shapes) for other in ranks]),
@@ -259,8 +270,12 @@ def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:
 def host_labels(batch: Batch) -> torch.Tensor | None:
     """Return the labels on the host, or None without labels."""
     labels = labels_of(batch)
-    return None if labels is None else labels.cpu()
+    if labels is None:
+        return None
+    return labels.cpu()
 
 
 def _describe_shape(key: str, shape: tuple[int, ...] | str) -> str:
-    return f"{key}, {shape}" if isinstance(shape, str) else f"{key} of {len(shape)} axes"
+    if isinstance(shape, str):
+        return f"{key}, {shape}"
+    return f"{key} of {len(shape)} axes"

@@ -94,8 +94,10 @@ def build_chunks(
     `targets`: `next_labels` [rows, tokens], on the host. Empty chunks (no counted token) in front pad the list to
     `num_chunks`, because all ranks run equally many chunks. `copy_to_device` copies positions to the device.
     """
+    # Found on the host: on the device the number of places would be a wait.
     all_places = copy_to_device((targets.flatten() != IGNORED).nonzero()[:, 0])
     chunks = []
+    # torch splits an empty tensor into one empty part, not into none.
     for places in all_places.split(size) if len(all_places) else ():
         missing = min(size, -(-len(places) // ROUNDED_TO) * ROUNDED_TO) - len(places)
         chunks.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
@@ -135,7 +137,9 @@ class ChunkedHead:
         base = find_base_model(model)
         assert base is not None
         whole = cls(model, base, vocabulary)
-        heads = (splitting or Splitting()).heads(whole) if num_logits else ()
+        if not num_logits:
+            return whole
+        heads = (splitting or Splitting()).heads(whole)
         return next((head for head in heads if head.num_logits == num_logits), whole)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
@@ -143,6 +147,7 @@ class ChunkedHead:
         original = self._base.forward
 
         def capture(*args: Any, **kwargs: Any) -> Any:
+            # No other way leads out of the model's forward before the head runs on all tokens.
             raise _CapturedError(original(*args, **kwargs))
 
         try:
@@ -175,8 +180,9 @@ class ChunkedHead:
         for chunk in chunks:
             places = chunk.places
             targets = labels[places]
-            targets[chunk.num_targets :] = IGNORED
+            targets[chunk.num_targets :] = IGNORED  # the filler repeats position 0, and must not count
             leaf = states[places][None].requires_grad_(hidden.requires_grad)
+            # A copy of the whole output: the model's forward may read further fields.
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
             yield partial(self._run, part, input_ids=ids[places][None]), leaf, targets, places[: chunk.num_targets]
@@ -190,6 +196,7 @@ class ChunkedHead:
         """Run forward and backward through the head. Return the loss, fp32."""
         labels, slopes = inputs.batch["labels"], None
         if torch.is_grad_enabled():
+            # The loss is the negative mean, so the slopes are known before the log-probabilities.
             slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
         return -self._backward(state, inputs, slopes) / tokens
 
@@ -204,7 +211,7 @@ class ChunkedHead:
         with torch.no_grad():
             for part in self.parts(inputs):
                 label_log_probs.view(-1)[part.places] = part.log_probs
-                del part
+                del part  # the logits of one chunk at a time
         loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
             self._backward(state, inputs, slopes)
@@ -220,7 +227,7 @@ class ChunkedHead:
                 if gradient is not None and part.leaf.grad is not None:
                     gradient.view(-1, gradient.shape[-1])[part.places] = part.leaf.grad[0, : len(part.places)]
                 total += part.log_probs.sum()
-                del part
+                del part  # the logits of one chunk at a time
         return total
 
     def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
@@ -241,6 +248,7 @@ def find_chunked_head(
     base model output, if independent of the labels. `splitting`: a head with a split weight runs part by part.
     """
     base, labels = find_base_model(model), batch.get("labels")
+    # Shorter rows have no room for two chunks of targets with ignored labels between them.
     if base is None or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
         return None
     head = ChunkedHead(model, base)
@@ -252,15 +260,17 @@ def find_chunked_head(
     try:
         outputs = run(batch)
         full_loss = float(find_loss(outputs))
-        output = head.base_output(lambda: run(batch)) if output is None else output
+        if output is None:
+            output = head.base_output(lambda: run(batch))
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
         chunks = build_chunks(next_labels(batch).cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
+        # The plain head last: a head in parts has fewer logits at once.
         heads = [*(splitting or Splitting()).heads(plain), plain]
         most = tolerance(OTHER_ORDER, [next(iter(model.parameters()))]).loss * max(1.0, abs(full_loss))
-    except Exception:
+    except Exception:  # a model of another kind keeps full logits
         return None
     for head in heads:
         with suppress(Exception):  # e.g. an adapter over a split head adds logits for all rows

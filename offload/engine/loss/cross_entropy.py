@@ -23,7 +23,7 @@ def log_probs_with_gradient(
     gradient = None if slopes is None else torch.empty_like(logits)
     size = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
     for rows in (slice(begin, begin + size) for begin in range(0, len(labels), size)):
-        most = logits[rows].amax(1, keepdim=True).float()
+        most = logits[rows].amax(1, keepdim=True).float()  # subtracted, or exp could overflow
         piece = (logits[rows] - most).exp_()
         sums = piece.sum(1, keepdim=True)
         own = logits[rows].gather(1, columns[rows]) - most - sums.log()
@@ -31,6 +31,7 @@ def log_probs_with_gradient(
         if gradient is not None and slopes is not None:
             slope = slopes[rows, None]
             torch.mul(piece, -slope / sums, out=gradient[rows])
+            # 1 - p for the label, by expm1: the difference would lose all digits where p is near 1.
             gradient[rows].scatter_(1, columns[rows], (slope * -own.expm1()).to(gradient.dtype))
         del piece  # before the next one
     return log_probs, gradient

@@ -24,6 +24,7 @@ class GroupLoss(Loss):
     counts_groups: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        # A rank without own rows repeats a part with weight 0: only kept parts count.
         self._newest: GroupMetrics = {}
         self._parts: list[GroupMetrics] = []
 
@@ -57,13 +58,14 @@ class TokenLoss(GroupLoss):
 
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
         label_log_probs = log_probs(outputs.logits[:, :-1], batch["labels"][:, 1:])
+        # Nothing predicts the first label of a row.
         return self.of(torch.nn.functional.pad(label_log_probs, (1, 0)), batch)
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return label log-probabilities, fp32, from logits [..., vocabulary] and labels [...]; 0 for ignored labels."""
     is_target = labels != IGNORED
-    targets = labels.masked_fill(~is_target, 0)
+    targets = labels.masked_fill(~is_target, 0)  # `gather` refuses negative indices
     logits = logits.float()
     values = logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
     return values.masked_fill(~is_target, 0.0)

@@ -25,9 +25,12 @@ from offload.modules import forwards_replaced
 def find_base_model(model: nn.Module) -> nn.Module | None:
     """Return the transformers base model below the head, also through an adapter wrapper. None: no base model."""
     base_model = model
+    # The base model of an adapter wrapper has a base model in turn. The innermost one names itself.
     while isinstance(below := getattr(base_model, "base_model", None), nn.Module) and below is not base_model:
         base_model = below
-    return None if base_model is model else base_model
+    if base_model is model:
+        return None
+    return base_model
 
 
 _WEIGHT_TRIALS = 6
@@ -44,13 +47,15 @@ class LabelTrials:
         """`run`: the model on a batch and further arguments. `recorded_losses`: losses with the own labels."""
         self._base = find_base_model(model)
         self._run = run
-        self._outputs = list[Any]()
+        self._outputs = list[Any]()  # of the base model, one for each call in a forward
         self._recorded_losses = set(filter(math.isfinite, recorded_losses))
         self.output: Any = None
         """Output of the base model. None: labels may change the output."""
 
     def __call__(self, batch: Batch, **extra: Any) -> Any:
-        return self._run(batch, **extra) if self.output is None else self._run_head(self.output, batch, **extra)
+        if self.output is None:
+            return self._run(batch, **extra)
+        return self._run_head(self.output, batch, **extra)
 
     def learn(self, batch: Batch) -> None:
         """Run the unmodified model; with labels unlike those of the batch, if there is a base model output to store."""
@@ -59,7 +64,8 @@ class LabelTrials:
         if base is None:
             self._run(batch)
             return
-        batch = batch if labels is None else {**batch, "labels": _label_sets(labels)[1]}
+        if labels is not None:
+            batch = {**batch, "labels": _label_sets(labels)[1]}
         forward = base.forward
 
         def record_output(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +81,7 @@ class LabelTrials:
         Often the recording has computed the loss of the `own` labels. Otherwise, for example with dropout, the model
         runs again, with labels `counted` everywhere.
         """
-        if len(self._outputs) != 1:
+        if len(self._outputs) != 1:  # no single output to put in place of the base model
             return
 
         def head_loss(batch: Batch) -> float:
@@ -89,6 +95,7 @@ class LabelTrials:
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
+        # A copy for each run: a model may replace fields of the output.
         with forwards_replaced({self._base: lambda *_args, **_kwargs: copy.copy(output)}):
             return self._run(batch, **extra)
 
@@ -96,7 +103,9 @@ class LabelTrials:
 def _token_labels(batch: Batch) -> torch.Tensor | None:
     """Return the labels of a batch with a label per token, else None."""
     labels = labels_of(batch)
-    return None if labels is None or labels.dim() < 2 or labels.is_floating_point() else labels
+    if labels is None or labels.dim() < 2 or labels.is_floating_point():
+        return None
+    return labels
 
 
 def _label_sets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +134,7 @@ def find_other_weights(
     labels = _labels_of_rows(batch)
     if labels is None:
         return ""
-    generator = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same trials in every run
     one, other = _label_sets(labels)
     is_target = torch.ones(labels.shape, dtype=torch.bool, device="cpu")
     if rule.shifts:
@@ -147,11 +156,13 @@ def find_other_weights(
         part = torch.zeros_like(is_target).flatten().index_fill(0, places, True).view_as(is_target)
         whole, share = loss(mixed, is_target), size / len(targets)
         parts = loss(mixed, part) * share + loss(mixed, is_target & ~part) * (1 - share)
+        # A loss with another value at each call, as with dropout, shows nothing.
         if not text and _differ(whole, parts) and float(whole) == float(loss(mixed, is_target)):
             text = (
                 f"the loss of {len(targets)} targets is {float(whole):.6g}, but {float(parts):.6g} as the mean of two "
                 f"parts with {size} and {len(targets) - size} targets"
             )
+    # All ranks go on if one does: `cut` runs the model, and this takes all ranks.
     if not any_rank(bool(text)):
         return ""
     is_alike = True
@@ -162,7 +173,9 @@ def find_other_weights(
     is_found = bool(text) and is_alike
     if not any_rank(is_found):
         return ""
-    return text if is_found else "a loss on another rank is no mean over targets"
+    if is_found:
+        return text
+    return "a loss on another rank is no mean over targets"
 
 
 def find_row_weights(
@@ -181,8 +194,8 @@ def find_row_weights(
 
     Arguments: see `find_other_weights`. Collective.
     """
-    labels = None if rule.takes_count else _labels_of_rows(batch)
-    if labels is None:
+    labels = _labels_of_rows(batch)
+    if labels is None or rule.takes_count:
         return rule
     one, other = _label_sets(labels)
     # Labels of two kinds: the model may predict one kind, and a loss of 0 tells nothing.
@@ -198,6 +211,7 @@ def find_row_weights(
         return _or_nan(lambda: loss_of(trial(kept)))
 
     nothing, rows = torch.zeros(labels.shape, dtype=torch.bool, device="cpu"), range(len(labels))
+    # A loss over other values of the batch may have targets unknown to the engine.
     ignores = float(loss(nothing)) == 0.0 and read <= {"labels", *masks}
     if any_rank(not ignores):
         return rule
@@ -220,7 +234,9 @@ def find_row_weights(
             )
     if any_rank(not (is_sum and text)):
         return rule
-    return replace(rule, obstacle=text) if any_rank(not has_equal_weights) else replace(rule, weighs_rows=True)
+    if any_rank(not has_equal_weights):
+        return replace(rule, obstacle=text)
+    return replace(rule, weighs_rows=True)
 
 
 class _WatchedBatch(dict[str, Any]):
@@ -254,8 +270,9 @@ class _WatchedBatch(dict[str, Any]):
 def _labels_of_rows(batch: Batch) -> torch.Tensor | None:
     """Return the labels, int64 [rows] or [rows, tokens], of several rows. None: the batch has no such labels."""
     labels = labels_of(batch)
-    is_other = labels is None or labels.is_floating_point() or labels.dim() > 2 or len(labels) < 2
-    return None if is_other else labels
+    if labels is None or labels.is_floating_point() or labels.dim() > 2 or len(labels) < 2:
+        return None
+    return labels
 
 
 def _is_mask(value: Any, labels: torch.Tensor) -> bool:
@@ -280,6 +297,7 @@ def _are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _differ(one: torch.Tensor, other: torch.Tensor, *, is_half: bool = False) -> bool:
     share = tolerance(OTHER_ORDER, [one], is_half=is_half).result
+    # The constant is for losses of 0, with rounding errors alone.
     return bool((one - other).abs() > share * one.abs() + 1e-12)
 
 
@@ -313,11 +331,13 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
 
     one, other = _label_sets(labels)
     counted = {**batch, "labels": one}
+    # The loss without any target may be NaN, and confirm nothing.
     trials.confirm(batch if bool((labels[:, 1:] != IGNORED).any()) else counted, counted, loss_of)
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
     empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]
     shifts = all(are_same_loss(loss, empty) for loss in alone)
+    # NaN without targets shows the missing target of the first label; NaN with all targets shows nothing.
     if shifts and empty != empty and not any(math.isfinite(loss_with(trial_labels)) for trial_labels in (one, other)):
         return None
     rule = LossRule(shifts=shifts)
@@ -332,6 +352,7 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         )
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         count = rule.count(one)
+        # By the labels with the larger loss: a loss near 0 would not show the division.
         once, wrong = max(
             (loss_with(trial_labels, num_items_in_batch=count), number)
             for number, trial_labels in enumerate((one, other))

@@ -85,7 +85,9 @@ def as_loss(loss_fn: Any) -> Loss:
     """Return a loss as `Loss`. None is the loss of the model; any other function takes outputs and batch."""
     if isinstance(loss_fn, Loss):
         return loss_fn
-    return _OF_MODEL if loss_fn is None else _OF_FUNCTION
+    if loss_fn is None:
+        return _OF_MODEL
+    return _OF_FUNCTION
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,17 @@ class LossRule:
 
     def weight(self, labels: torch.Tensor) -> int:
         """Return the weight of a part of the batch."""
-        return len(labels) if self.weighs_rows else self.count(labels)
+        if self.weighs_rows:
+            return len(labels)
+        return self.count(labels)
 
 
 def labels_of(batch: Batch) -> torch.Tensor | None:
     """Return the labels for target counting. None: no labels."""
     labels = batch.get("labels")
-    return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
+    if isinstance(labels, torch.Tensor) and labels.dim():
+        return labels
+    return None
 
 
 def has_even_targets(batch: Batch) -> bool:
@@ -137,14 +143,15 @@ def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     """Return the batch values that the model's forward takes. Other values are for `loss_fn`. Raises ConfigError."""
     signature = inspect.signature(model.forward).parameters
     labels, has_loss_function = labels_of(batch), loss_fn is not None
+    # Given labels, a model would compute another loss, in vain or with an error.
     if (loss := as_loss(loss_fn)).counts_groups:
         batch = {key: value for key, value in batch.items() if key not in loss.own}
     elif has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
         batch = {key: value for key, value in batch.items() if key != "labels"}  # not token labels: for loss_fn alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         for key in batch:
-            close = "" if key in signature else nearest(key, signature, cutoff=0.85)
-            if close:  # **kwargs would swallow a misspelt name
+            # **kwargs would swallow a misspelt name.
+            if key not in signature and (close := nearest(key, signature, cutoff=0.85)):
                 raise ConfigError(
                     f"the batch has {key!r}, which is no named argument of {type(model).__name__}.forward{close}."
                 )
@@ -189,12 +196,13 @@ def run_loss(
     if loss_fn is None:
         return find_loss(outputs)
     loss: Any = loss_fn(outputs, batch)
+    # A bool is a number to Python, and no loss.
     if not has_backward and not isinstance(loss, bool) and isinstance(loss, Real):
         return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        description = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        )
+        description = f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            description = f"a tensor of shape {tuple(loss.shape)}"
         raise ConfigError(
             f"loss_fn returned {description}; it must return a 0-dim tensor, such as the mean over the targets of the "
             "batch."

@@ -31,8 +31,10 @@ class Losses:
     """
 
     def __init__(self, state: EngineState, chunk_bytes: int | None, has_backward: bool = True) -> None:
-        self._model, self._state = state.model, state
-        self.chunk_bytes, self.has_backward = chunk_bytes, has_backward
+        self._model = state.model
+        self._state = state
+        self.chunk_bytes = chunk_bytes
+        self.has_backward = has_backward
         self.num_chunks = 1
 
     @property
@@ -56,6 +58,7 @@ class Losses:
             return self._pass(inputs, chunk_tokens, runs_backward)
         with _leaves(inputs.batch) as batch:
             parts = self._passes(replace(inputs, batch=batch), count)
+            # Each pass ends before the rows of the next one are taken.
             first, *others = (self._pass(each, chunk_tokens, runs_backward) for each in parts)
             for other in others:
                 first += other
@@ -65,21 +68,28 @@ class Losses:
         """Return the number of passes. A pass has a row or a group of rows on every rank."""
         group, is_whole = as_loss(inputs.loss_fn).group, self._state.execution_mode.cut == "whole"
         fewest = min(rank.rows // group for rank in inputs.plan.ranks)
-        return 1 if is_whole else max(1, min(inputs.num_passes, fewest))
+        if is_whole:
+            return 1
+        return max(1, min(inputs.num_passes, fewest))
 
     def _passes(self, inputs: PassInputs, count: int) -> Iterator[PassInputs]:
         """Yield the inputs of `count` passes: nearly equal parts of the rows, in order. Collective."""
         plan, form = inputs.plan, inputs.form
         group = as_loss(inputs.loss_fn).group
         own = plan.ranks[plan.rank]
-        ends = [own.rows // group * number // count * group for number in range(count + 1)]
+        ends = [own.rows // group * number // count * group for number in range(count + 1)]  # no group is split
         for begin, end in pairwise(ends):
             rows = torch.arange(begin, end, device="cpu")
             batch = form.take(inputs.batch, rows)
-            labels = None if inputs.labels is None else inputs.labels[begin:end]
-            on_host = batch if labels is None else {**batch, "labels": labels}  # counting must not wait for the device
+            on_host = batch
+            labels = inputs.labels
+            if labels is not None:
+                labels = labels[begin:end]
+                on_host = {**batch, "labels": labels}  # counting must not wait for the device
             part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
-            agreed = agree_on_pass(self._state.comm, part) if plan.has_peers else PassPlan([part], 0)
+            agreed = PassPlan([part], 0)
+            if plan.has_peers:
+                agreed = agree_on_pass(self._state.comm, part)
             part_plan = replace(agreed, step=plan)
             yield replace(inputs, plan=part_plan, batch=batch, labels=labels)
 
@@ -89,6 +99,7 @@ class Losses:
         runner = self._state.runner
         own = plan.ranks[plan.rank]
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
+        # The next label of a rank's last token is on another rank: only the head in chunks receives this label.
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
                 f"train.sequence_parallel is {self._state.attention.size}, but the model runs on one micro-batch "
@@ -98,18 +109,21 @@ class Losses:
         if in_calls:
             with _leaves(inputs.batch) as batch:
                 return self._total_of_calls(replace(inputs, batch=batch), runs_backward)
-        num_parts = plan.num_parts if self._state.execution_mode.cut == "units" else 1
-        rows = own.micro_rows if num_parts > 1 else own.rows
+        num_parts, rows = 1, own.rows
+        if self._state.execution_mode.cut == "units":
+            num_parts, rows = plan.num_parts, own.micro_rows
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         # The backward runs inside `micro_batches` too: units cut the batch there as in the forward.
         with runner.as_engine_calls(), runner.micro_batches(own.rows, rows, num_parts):
-            size = self.chunk_tokens(inputs) if chunk_tokens is None else chunk_tokens
-            if size:
-                return total.add_(self._chunked(inputs, size))
+            if chunk_tokens is None:
+                chunk_tokens = self.chunk_tokens(inputs)
+            if chunk_tokens:
+                return total.add_(self._chunked(inputs, chunk_tokens))
             self.num_chunks = 1
             share = _share_of_loss(inputs)
-            batch = batch if share else _without_ignored(batch)
-            loss_fn = inputs.loss_fn if share else _finite(inputs.loss_fn)
+            loss_fn = inputs.loss_fn
+            if not share:  # a mean over no targets is NaN, and 0 * NaN too
+                batch, loss_fn = _without_ignored(batch), _finite(loss_fn)
             loss = _scale(run_loss(self._model, batch, loss_fn, has_backward=self.has_backward), share, inputs)
             if runs_backward and loss.requires_grad:
                 runner.backward(loss)
@@ -123,6 +137,7 @@ class Losses:
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
         if inputs.labels is None:
+            # Without labels the count is of rows or elements, the same number for each row.
             row_targets = plan.num_targets(rule, plan.rank) // own.rows
             starts = range(0, own.rows, own.micro_rows)
             counts = [row_targets * min(own.micro_rows, own.rows - start) for start in starts]
@@ -130,15 +145,19 @@ class Losses:
             counts = [rule.weight(labels) for labels in inputs.labels.split(own.micro_rows)]
         for number in range(plan.num_parts):
             loss_fn = inputs.loss_fn
+            # A rank with fewer parts repeats the last one with weight 0: all ranks call the model equally often.
             position = min(number, len(parts) - 1)
             part = parts[position]
-            share = counts[position] / max(1, weight) if number < len(parts) else 0.0
+            share = 0.0
+            if number < len(parts):
+                share = counts[position] / max(1, weight)
             extra: dict[str, Any] = {}
             if not share:  # other ranks may have targets here
                 if not plan.has_peers:
                     continue
                 part, loss_fn = _without_ignored(part), _finite(inputs.loss_fn)
             elif loss_fn is None and rule.takes_count:
+                # A loss with a count divides a sum, so the parts add up unscaled.
                 share, extra = 1.0, {"num_items_in_batch": inputs.num_targets}
             with self._state.runner.as_engine_calls():
                 loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
@@ -158,8 +177,11 @@ class Losses:
         if inputs.shared is not None:  # only the head receives the shared targets
             return size
         max_tokens = max(1, chunk_bytes // (inputs.head.vocabulary * 4))
+        # The largest batch decides for all ranks: with chunks, the head is used another number of times.
         shapes = [dict(announcement.shapes)["labels"] for announcement in inputs.plan.ranks]
-        return size if any(math.prod(shape) > max_tokens for shape in shapes if isinstance(shape, tuple)) else 0
+        if any(math.prod(shape) > max_tokens for shape in shapes if isinstance(shape, tuple)):
+            return size
+        return 0
 
     def _chunked(self, inputs: PassInputs, size: int) -> torch.Tensor:
         """Run the model up to the head, then the head in chunks, forward and backward. Return the loss.
@@ -171,7 +193,11 @@ class Losses:
         assert head is not None
         assert inputs.labels is not None
         state, copy_to_device = self._state, self._state.device.copy_to_device
-        targets = next_labels({"labels": inputs.labels}) if inputs.shared is None else inputs.shared.targets.cpu()
+        if inputs.shared is None:
+            targets = next_labels({"labels": inputs.labels})
+        else:
+            targets = inputs.shared.targets.cpu()
+        # Tokens, even if the loss counts rows; on the rank with the most, because all ranks run equally many chunks.
         max_targets = max(
             plan.num_targets(replace(inputs.rule, counts_rows=False), rank) for rank in range(len(plan.ranks))
         )
@@ -180,10 +206,12 @@ class Losses:
         with state.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
             output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
-            gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
+            gradient = None
+            if hidden.requires_grad:
+                gradient = hidden.new_zeros(hidden.shape)
             head_inputs = HeadInputs(output, batch, chunks, gradient)
             if gradient is not None:
-                state.runner.check_writes()
+                state.runner.check_writes()  # the head's gradients may be updated at once
             with state.runner.whole_batch():
                 if loss.needs is Needs.LOG_PROBS:
                     compute_loss = partial(self._loss_and_gradient, inputs, loss)
@@ -201,9 +229,10 @@ class Losses:
         share = _share_of_loss(inputs)
         label_log_probs = torch.nn.functional.pad(label_log_probs[:, :-1], (1, 0))  # from next-token to label positions
         label_log_probs.requires_grad_(torch.is_grad_enabled())
-        loss = _scale(
-            loss_fn.of(label_log_probs, inputs.batch if share else _without_ignored(inputs.batch)), share, inputs
-        )
+        batch = inputs.batch
+        if not share:
+            batch = _without_ignored(batch)
+        loss = _scale(loss_fn.of(label_log_probs, batch), share, inputs)
         if not label_log_probs.requires_grad:
             return loss.detach(), None
         return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
@@ -216,6 +245,7 @@ def _leaves(batch: Batch) -> Iterator[Batch]:
     """
     graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}
+    # By identity: two keys may name one tensor.
     yield {key: leaves.get(id(value), value) for key, value in batch.items()}
     gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
     torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
@@ -224,15 +254,18 @@ def _leaves(batch: Batch) -> Iterator[Batch]:
 def _share_of_loss(inputs: PassInputs) -> float:
     """Return the share of this rank's loss, in this pass, in the whole loss."""
     plan = inputs.plan
-    is_part = plan.has_peers or plan.step is not None
-    return plan.weight(inputs.rule, plan.rank) / max(1, inputs.weight) if is_part else 1.0
+    if not plan.has_peers and plan.step is None:
+        return 1.0
+    return plan.weight(inputs.rule, plan.rank) / max(1, inputs.weight)
 
 
 def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor:
     """Scale a loss part by `share`. A group loss with a nonzero share keeps the metrics."""
     if share:
         as_loss(inputs.loss_fn).keep()
-    return loss * share if share != 1.0 else loss
+    if share == 1.0:
+        return loss
+    return loss * share
 
 
 def _finite(loss_fn: LossFunction | None) -> LossFunction | None:
