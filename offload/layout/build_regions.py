@@ -38,30 +38,36 @@ def build_regions(
     """
     users: dict[Piece, list[str]] = {}
     for unit, unit_parameters in units.items():
+        # A unit may have a parameter under two names.
         for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in unit_parameters):
             users.setdefault(piece, []).append(unit)
+    # One region for all pieces that are copied, stored and updated alike.
     groups: dict[tuple, list[Piece]] = {}
     for piece, names in users.items():
         info = parameters[piece.parameter]
-        # A frozen weight that came in bf16 has nothing in a low half. Some rules round to bf16 without one.
-        is_alone = info.rule in without_low if info.trainable else info.bf16_source
-        has_low = info.compute == "bf16" and not is_alone
-        # Frozen parameters share a region whatever rule or link their groups name: neither is used.
-        rule = info.rule if info.trainable else 0
         codec = info.codec
-        link = info.link if info.trainable else EXACT
-        has_low = has_low and not codec.decodes
+        if info.trainable:
+            rule, link = info.rule, info.link
+            is_alone = rule in without_low  # some rules round to bf16 without a low half
+        else:
+            # Frozen parameters share a region whatever rule or link their groups name: neither is used.
+            rule, link = 0, EXACT
+            is_alone = info.bf16_source  # nothing would be in a low half
+        has_low = info.compute == "bf16" and not is_alone and not codec.decodes
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():
-        border = math.lcm(PARAMETER_ALIGNMENT, codec.block, link.block)
+        border = math.lcm(PARAMETER_ALIGNMENT, codec.block, link.block)  # no record is over two parameters
         # Neighbours with equal factors are updated by one kernel call.
         members = sorted(
             members, key=lambda piece: (parameters[piece.parameter].lr_scale, parameters[piece.parameter].weight_decay)
         )
+        region_factors: tuple[Factor, ...] = ()
+        bins = [members]
         by_matrix = trainable and factors is not None and rule in factors
-        region_factors = tuple(factors[rule]) if by_matrix and factors else ()
-        bins = _balanced(members, num_ranges) if by_matrix else [members]
+        if by_matrix and factors:
+            region_factors = tuple(factors[rule])
+            bins = _balanced(members, num_ranges)
         lengths = [_length(members, border, codec.block) for members in bins]
         # Every rank has an equally long share, so gathers and reductions need no lengths.
         step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
@@ -74,10 +80,12 @@ def build_regions(
         suffix = ""
         if compute != "bf16" and any(p.compute == "bf16" for p in parameters):  # not a run in fp32 alone
             suffix = " (fp32)"
-        suffix += f" (rule {rule + 1})" if rule else ""
+        if rule:
+            suffix += f" (rule {rule + 1})"
         if not trainable:
             suffix += f" ({', '.join(filter(None, ('frozen', codec.title)))})"
-        suffix += f" ({link.title})" if link.title else ""
+        if link.title:
+            suffix += f" ({link.title})"
         regions.append(
             Region(
                 index=len(regions),
@@ -109,6 +117,7 @@ def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
     """Distribute pieces over ranges with a small maximum: largest piece first, always to the range with the fewest
     elements.
     """
+    # The largest first: small pieces then fill the gaps.
     bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
     for piece in sorted(members, key=lambda piece: -piece.numel):
         min(bins, key=_length).append(piece)

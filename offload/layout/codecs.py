@@ -86,7 +86,9 @@ class Codec:
         """Return the `ReadRange` for the initial data of parameter `name`: of its `source` in model files, or `memory`,
         the reader of the built parameter, if `source` is None. Raises ConfigError.
         """
-        return memory if source is None else source.read
+        if source is None:
+            return memory
+        return source.read
 
     def read(self, stored: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Return the weights at `place` in the stored data `stored`, on the CPU, with dtype `dtype`. May be a view."""
@@ -168,5 +170,6 @@ GRADIENT_CODECS: Door[Codec] = Door("gradient codec", {EXACT.name: EXACT})
 
 def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a whole parameter after encoding and decoding: the flat weights seen by the device, on the CPU."""
+    # In the pieces of the engine: the values of a codec over a whole parameter may depend on them.
     stored = torch.cat([stretch for *_, stretch in codec.encoded(weights.split(PIECE_NUMEL))])
     return codec.read(stored, slice(0, weights.numel()), dtype).to(dtype)

@@ -55,8 +55,11 @@ class Plane:
     def label(self) -> str:
         """Name in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
-        is_plain = self.state != "optimizer" or self.name in MASTER or self.dtype == torch.float32
-        return self.name.replace("_", " ") + ("" if is_plain else f" {of}")
+        name = self.name.replace("_", " ")
+        # The dtype tells moments of two precisions apart, in a run with both.
+        if self.state == "optimizer" and self.name not in MASTER and self.dtype != torch.float32:
+            name += f" {of}"
+        return name
 
     def numel(self, num_weights: int) -> int:
         """Return the number of elements for `num_weights`."""
@@ -72,6 +75,7 @@ class Plane:
 
     def cut(self, weights: slice) -> slice:
         """Return the elements of all blocks with a weight in the slice `weights`."""
+        # Whole blocks on either side: a block with one of the weights is needed.
         return slice(weights.start // self.block * self.width, self.numel(weights.stop))
 
 
@@ -99,6 +103,7 @@ class Factor:
         """Return the number of elements in this plane for a parameter with `shape`."""
         if len(shape) < 2:
             return math.prod(shape) if self.along == "elements" else 0
+        # Dimensions in front count matrices, and each matrix has separate factors.
         left_out = {"rows": -1, "columns": -2}.get(self.along)  # the dimension without elements of its own
         if left_out is None:
             return 0
@@ -133,17 +138,19 @@ def table(
     used = DTYPES[compute]
     stored_dtype, width = codec.storage_format(used)
     codes_dtype, link_width = link.storage_format(used)
-    stale = (Plane(STALE, used, "parameters"),) if delays else ()
-    codes = (Plane(CODES, codes_dtype, "parameters", link.block, link_width),) if link.decodes else ()
-    state = "optimizer" if codes else "parameters"  # beside codes, only updates read the weights
-    planes = (
-        *stale,
-        *codes,
+    planes = []
+    if delays:
+        planes.append(Plane(STALE, used, "parameters"))
+    state = "parameters"
+    if link.decodes:
+        planes.append(Plane(CODES, codes_dtype, "parameters", link.block, link_width))
+        state = "optimizer"  # beside codes, only updates read the weights
+    planes += [
         Plane("weights", stored_dtype, state, codec.block, width),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", used, "gradients"),
-    )
+    ]
     names = [plane.name for plane in planes]
     # A block over two parameters would mix their moments.
     wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]
@@ -152,4 +159,4 @@ def table(
             f"the update rule has an invalid plane {wrong[0]}: plane names must be unique and differ from weights, low "
             f"and gradients, and plane blocks must divide {PARAMETER_ALIGNMENT}."
         )
-    return planes
+    return tuple(planes)

@@ -64,7 +64,7 @@ class ParameterInfo:
     @property
     def can_be_quantized(self) -> bool:
         """True for matrices worth a quantized format. Vectors and small parameters stay exact."""
-        return not self.is_vector and self.numel >= LEAST_NUMEL
+        return not self.is_vector and self.numel >= LEAST_NUMEL  # others have few bytes, or suffer most
 
     @property
     def is_quantized(self) -> bool:
@@ -189,7 +189,9 @@ class Region:
     @property
     def travels(self) -> Codec:
         """Weight format in copies."""
-        return self.link if CODES in self.by_name else self.codec
+        if CODES in self.by_name:
+            return self.link
+        return self.codec
 
     @property
     def is_stored_as_used(self) -> bool:
@@ -214,6 +216,7 @@ class Region:
 
     def factor_spans(self, factor: Factor) -> list[slice]:
         """Return the slice for each piece, by position, in the factor array."""
+        # Without padding: factors are small, and only torch reads them.
         ends = list(accumulate((factor.numel(piece.shape) for piece in self.pieces), initial=0))
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
@@ -230,7 +233,7 @@ class Region:
         num_bytes = self._update_bytes.get(numel)
         if num_bytes is None:
             sizes = {plane.name: plane.num_bytes(numel) for plane in self.states if plane.name != STALE}
-            num_bytes = 2 * sum(sizes.values())  # read and written
+            num_bytes = 2 * sum(sizes.values())  # read and written, each plane once
             if CODES in sizes:
                 num_bytes += sum(sizes.get(name, 0) for name in MASTER) - sizes[CODES]
             self._update_bytes[numel] = num_bytes

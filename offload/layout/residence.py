@@ -97,7 +97,7 @@ class Residence:
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return the planes next to the weights in the slot, for the update there."""
-        if not (region.has_low and self.row(region).update == SLOT):
+        if not (region.has_low and self.row(region).update == SLOT):  # an update needs both halves of a weight
             return ()
         return (region.plane("low"),)
 
@@ -107,6 +107,7 @@ class Residence:
 
     def travels(self, region: Region, plane: Plane) -> bool:
         """True if `plane` in memory is copied to or from the device. Other planes are updated in place."""
+        # Optimizer states move only where the update is not at their place.
         is_updated_elsewhere = self.row(region).update == DEVICE or plane in self.co_fetched(region)
         return plane.state != "optimizer" or is_updated_elsewhere
 
@@ -117,17 +118,21 @@ class Residence:
             for plane in region.states:
                 labels[self.travels(region, plane)].add(plane.label)  # one label may travel in some regions alone
             labels[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
-            labels[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
+            if self.sharding.error_bytes(region):
+                labels[False].add(ERROR.label)
         return frozenset(labels[False] - labels[True])
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
         """Return (begin, end) elements for all tiles in the range of rank `owner` (None: this rank)."""
-        owner = self.sharding.owner if owner is None else owner
+        if owner is None:
+            owner = self.sharding.owner
         begin, end = self.sharding.ranges(region)[owner]
+        # Without a tile size, one tile. An empty range has one too: every region has a first and a last tile.
         step = align(self.row(region).tile_numel, region.codec.block) or max(1, end - begin)
         if region.by_matrix:
             # Weights are published tile by tile, and all ranks need equally many tiles.
-            step = end - begin if self.sharding.publishes else step
+            if self.sharding.publishes:
+                step = end - begin
             return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
 
@@ -143,7 +148,7 @@ class Residence:
         """Return a table with tiles `factor` times as large, except for model files."""
         rows = dict(self.rows)
         for index, row in self.rows.items():
-            if FILES not in row.tiers.values():
+            if FILES not in row.tiers.values():  # these have a ring of their own, sized by their tile
                 rows[index] = replace(row, tile_numel=row.tile_numel * factor)
         return replace(self, rows=rows)
 
@@ -156,7 +161,7 @@ class Residence:
         sizes: dict[str, int] = {}
         if DISK not in self.row(region).tiers.values():
             return sizes
-        for owner in self.sharding.partners:
+        for owner in self.sharding.partners:  # weights in all ranges on this rank, and other planes in the own range
             lengths = Counter(end - begin for begin, end in self.tiles(region, owner))
             for name in self.planes_on(DISK, region, owner == self.sharding.owner):
                 plane = region.plane(name)

@@ -53,21 +53,26 @@ class Sharding:
     def owner(self) -> int:
         """Index in `ranges`: the update range for this rank."""
         if self.gathers:
+            # With shared states the ranks at one position divide their weights: a range for each replica.
             number = self.replica if self.spreads else 0
             return self.partners[number]
-        return self.rank if self.stage else 0
+        if self.stage:
+            return self.rank
+        return 0
 
     @property
     def num_ranges(self) -> int:
         """Number of update ranges per region."""
         if not self.stage:
             return 1
-        return self.num_ranks if self.spreads else self.size
+        if self.spreads:
+            return self.num_ranks
+        return self.size
 
     @property
     def partners(self) -> range:
         """Indices in `ranges`: the weights on this rank."""
-        if not self.gathers:  # every rank has all weights
+        if not self.gathers:  # every rank has all weights, whoever updates them
             return range(self.num_ranges)
         num = self.num_ranges // self.size
         return range(self.rank * num, (self.rank + 1) * num)
@@ -97,6 +102,7 @@ class Sharding:
 
     def piece(self, region: Region) -> slice:
         """Return the elements, within the shard, for which this rank reduces the gradients over all replicas."""
+        # A shard is reduced in pieces, one by each replica: no sum is made twice.
         start, step = self.shard(region).start, region.numel // self.num_ranks
         return slice(start + self.replica * step, start + (self.replica + 1) * step)
 
@@ -125,8 +131,9 @@ class Sharding:
 
     def plane_bytes(self, region: Region, plane: Plane) -> int:
         """Return the bytes of a plane on this rank."""
+        num_shares = 1
         if self.is_own(plane):
             num_shares = self.num_ranges
-        else:
-            num_shares = self.size if self.is_cut(plane) else 1
+        elif self.is_cut(plane):
+            num_shares = self.size
         return plane.num_bytes(region.numel) // num_shares

@@ -89,7 +89,7 @@ class Rates:
         read = self.nvme_read_bytes_per_s
         write = self.nvme_write_bytes_per_s
         both = self.nvme_both_ways_bytes_per_s
-        if read is None or write is None or both is None:
+        if read is None or write is None or both is None:  # no disk, or no measurement
             return 0.0
         seconds_in_turn = 1 / read + 1 / write  # for a byte in each direction
         seconds_together = 2 / both

@@ -76,7 +76,7 @@ _VERSIONS = {
 
 def memory_limits(root: Path | None = None) -> list[Limit]:
     """Return all host memory limits, machine memory first. `root`: replaces / in tests."""
-    root = _ROOT if root is None else root
+    root = root or _ROOT
     machine = psutil.virtual_memory()
     whole = Limit("the memory of this machine", "/proc/meminfo", machine.total, machine.available)
     return [whole, *_node_limits(root), *_group_limits(root), *_process_limits(root)]
@@ -91,13 +91,14 @@ def memory() -> dict[str, int]:
     """Return total and available host memory in bytes, and the smallest control group limit if there is one."""
     limits = memory_limits()
     sizes = {"total_bytes": limits[0].most_bytes, "available_bytes": tightest_limit(limits).free_bytes}
-    groups = [limit.most_bytes for limit in limits if limit.is_group]
-    return sizes | ({"cgroup_bytes": min(groups)} if groups else {})
+    if groups := [limit.most_bytes for limit in limits if limit.is_group]:
+        sizes["cgroup_bytes"] = min(groups)
+    return sizes
 
 
 def node_bytes(root: Path | None = None) -> dict[int, int]:
     """Return the memory of each NUMA node in bytes; empty: unknown."""
-    return {node: table["MemTotal"] for node, table in _nodes(_ROOT if root is None else root).items()}
+    return {node: table["MemTotal"] for node, table in _nodes(root or _ROOT).items()}
 
 
 def _node_limits(root: Path) -> Iterator[Limit]:
@@ -111,6 +112,7 @@ def _node_limits(root: Path) -> Iterator[Limit]:
     except ValueError:
         return
     own_nodes = sorted(allowed & set(nodes))
+    # All nodes together are the machine, with a limit above.
     if not own_nodes or len(own_nodes) == len(nodes):
         return
     tables = [nodes[node] for node in own_nodes]
@@ -170,7 +172,7 @@ def _process_limits(root: Path) -> Iterator[Limit]:
     """Yield the ulimits on allocated memory, touched or not."""
     status = _table(root / "proc/self/status")
     for number, flag, counted in ((resource.RLIMIT_AS, "-v", "VmSize"), (resource.RLIMIT_DATA, "-d", "VmData")):
-        most = resource.getrlimit(number)[0]
+        most = resource.getrlimit(number)[0]  # the soft limit: an allocation meets this one
         used = status.get(counted, "0 kB")
         if most != resource.RLIM_INFINITY:
             free = max(0, most - 1024 * int(used.split()[0]))
@@ -180,6 +182,7 @@ def _process_limits(root: Path) -> Iterator[Limit]:
 def _nodes(root: Path) -> dict[int, dict[str, int]]:
     nodes: dict[int, dict[str, int]] = {}
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
+        # Lines begin with the node: "Node 0 MemTotal: 1024 kB".
         lines = [line.split(None, 2)[2] for line in read_text(path).splitlines() if line.count(" ") > 2]
         table = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         if table.get("MemTotal"):
@@ -247,7 +250,7 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     nodes = read_nodes()
     near = [read_pci_node(gpu) if gpu else None for gpu in gpus]
     own_share = assign_cores(usable, nodes, near)[local_rank]
-    if len(own_share.cores) < len(usable):
+    if len(own_share.cores) < len(usable):  # with several NUMA nodes
         _pin(own_share.cores)
     kernels.set_threads(None)  # physical cores among the allowed ones
     # The cores are shared, and the threads divided: more of them would only wait for each other.
@@ -303,8 +306,10 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
     """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
-    node = _number(folder / address / "numa_node")
-    return node if node is not None and node >= 0 else None
+    node = _number(folder / address / "numa_node")  # -1: the system does not know
+    if node is not None and node >= 0:
+        return node
+    return None
 
 
 def _pin(cores: frozenset[int]) -> None:

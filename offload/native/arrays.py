@@ -81,7 +81,9 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
     else:
         raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
     if not (is_cpu and contiguous) or (writable and read_only):
-        wrong = "read-only" if is_cpu else f"on {array.device}"
+        wrong = "read-only"
+        if not is_cpu:
+            wrong = f"on {array.device}"
         if not contiguous:
             wrong = "not contiguous"
         raise ConfigError(f"{name} is {wrong} (shape {tuple(array.shape)}); it must be contiguous CPU memory.")

@@ -53,6 +53,7 @@ class KernelVariant(NamedTuple):
         arguments = (
             f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
         )
+        # The kernel file is named by a macro: the included text is one for all rules.
         source = f'#define OFFLOAD_KERNEL "{file}_kernel.inl"\n#include "device_update.inl"\n'
         return Program.of(source, f"update<{arguments}>")
 
@@ -67,7 +68,9 @@ def update(function: str, states: str, arguments: Arguments, on_host: Callable[.
     variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
     find_difference = partial(_find_difference, master.device, variant, len(scalars), on_host)
     launch = KERNELS.find(master.device, variant.program, find_difference)
-    return None if launch is None else _launch(launch, arguments)
+    if launch is None:
+        return None
+    return _launch(launch, arguments)
 
 
 def _launch(launch: Launch, arguments: Arguments) -> Tensor:
@@ -102,12 +105,15 @@ def _find_difference(
     random_values.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2
     weight, m, v, grad = (each.clone() for each in random_values.split(n))
     v.abs_()
-    grad = grad.bfloat16() if variant.has_short_gradients else grad
+    if variant.has_short_gradients:
+        grad = grad.bfloat16()
 
     def stored(exact: Tensor) -> tuple[Tensor, ...]:
         if variant.states == "int8":
             return exact.view(torch.int32).bitwise_and(255).to(torch.uint8), exact[: -(-n // BLOCK)].abs()
-        return (exact if variant.states == "fp32" else exact.bfloat16(),)
+        if variant.states == "bf16":
+            exact = exact.bfloat16()
+        return (exact,)
 
     halves = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
     split(weight, *halves)
@@ -135,4 +141,6 @@ def _find_difference(
 
 def as_argument(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
     """Return arrays in the kernel argument format: one tensor, or a pair."""
-    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+    if len(parts) == 1:
+        return parts[0]
+    return (parts[0], parts[1])

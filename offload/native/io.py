@@ -167,13 +167,15 @@ class IoEngine:
         """
         self._check_open()
         path = Path(path)
-        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+        flags = os.O_CLOEXEC | os.O_RDONLY  # a program started with exec must not keep the file open
+        if writable:
+            flags = os.O_CLOEXEC | os.O_RDWR
         if num_bytes is not None:
             flags |= os.O_CREAT
         why_buffered = ""
         try:
             try:
-                fd = opener(path, flags | (_O_DIRECT if direct else 0))
+                fd = opener(path, flags | direct * _O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise

@@ -263,7 +263,9 @@ def sgd(
     Without a buffer (None) the last line uses the change. Arrays as in `adamw`; the buffer is float32.
     """
     _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
-    buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    buffers = {}
+    if momentum_buffer is not None:
+        buffers["momentum_buffer"] = momentum_buffer
     for name, buffer in buffers.items():
         if isinstance(buffer, tuple) or dtype_of(name, buffer) in BF16:
             raise ConfigError(f"{name} has dtype {getattr(buffer, 'dtype', 'of a pair')}; it must be float32.")
@@ -278,7 +280,9 @@ def draw(
 
     The bits depend only on the arguments, see docs/reference/numerics.md. `key` has 64 bits, `step` and `purpose` 32.
     """
-    address, n = memory("out", out, writable=True) if on_cpu(out) else (0, 0)
+    address = n = 0
+    if on_cpu(out):
+        address, n = memory("out", out, writable=True)
     wrong = dtype_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
     if wrong:
         raise ConfigError(
@@ -358,7 +362,9 @@ def sum_squares_segments(
         flattened = tensor("x", x, FP32_OR_BF16)
         _check_segments(starts, lengths, flattened.numel())
         sums = torch_fallback.sum_squares_segments(flattened, starts.tolist(), lengths.tolist())
-        return sums if is_tensor else sums.numpy()
+        if is_tensor:
+            return sums
+        return sums.numpy()
     address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
     _check_segments(starts, lengths, n)
     result = numpy.empty(starts.size, dtype=numpy.float64)
@@ -419,8 +425,12 @@ def _update(
 
     `rounding_key`: key, step and element for stochastic rounding.
     """
-    weights, lo = master if isinstance(master, tuple) else (master, None)
-    name, dtypes = ("master", FP32) if lo is None else ("hi", BF16)
+    # A master is one array or two halves, with other dtypes and another name in errors.
+    weights, lo = master, None
+    name, dtypes = "master", FP32
+    if isinstance(master, tuple):
+        weights, lo = master
+        name, dtypes = "hi", BF16
     key, step, element = rounding_key
     if not (0 <= key < 2**64 and 0 <= step < 2**32 and element >= 0 and element % BLOCK == 0):
         raise ConfigError(
@@ -453,7 +463,9 @@ def _update(
                 checked.append(tensor(name, moment, _MOMENTS[states], first))
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
         arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
-        count = None if on_cpu(weights) else device_update.update(function, states, arguments, _update)
+        count = None
+        if not on_cpu(weights):
+            count = device_update.update(function, states, arguments, _update)
         if count is None:  # a rule or a device without a kernel of its own
             count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
         return int(count) if on_cpu(weights) else count

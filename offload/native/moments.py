@@ -106,6 +106,7 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 def _marked(x: Tensor, number: Tensor) -> Tensor:
     """Return the largest fp32 not above x (float64, positive) with the lowest three bits equal to `number`."""
+    # One step too far, and back as often as needed: the conversion to fp32 may round up.
     bits = x.float().view(torch.int32).long() + 1
     bits -= (bits.int().view(torch.float32).double() > x).long()
     bits -= (bits.int().view(torch.float32).double() > x).long()
@@ -117,7 +118,7 @@ def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     numbers = _tables(is_signed, codes.device)[0]
     scale = scales.repeat_interleave(BLOCK)[: codes.numel()]
     rank = codes.float().mul_(2).sub_(254) if is_signed else codes.float().add_(1)
-    exponent = (rank.view(torch.int32) >> 23) & 7
+    exponent = (rank.view(torch.int32) >> 23) & 7  # of the whole number: the level in the map
     begin = numbers[1][exponent].mul_(scale)
     if is_signed:
         begin = torch.where(rank < 0, -begin, begin)
@@ -135,7 +136,9 @@ def encode(x: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
     scales.copy_(most.masked_fill(is_zero, 0).masked_fill_(is_wrong, torch.nan))
     inverse = torch.ones_like(most).div_(most).masked_fill_(is_zero | is_wrong, 0)
     numbers = padded.masked_fill((is_wrong | is_zero)[:, None], 0)
-    magnitudes = numbers.abs() if is_signed else numbers
+    magnitudes = numbers
+    if is_signed:
+        magnitudes = numbers.abs()
     size = torch.full_like(numbers, _LEAST_SIZE).addcmul_(magnitudes, inverse[:, None].expand_as(numbers).contiguous())
     border = borders[(size.view(torch.int32) >> 24) & 15]
     level = (border.view(torch.int32) + (size >= border)) & 7

@@ -223,7 +223,9 @@ def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
 def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
     """Return float32 [n], new or `out`, from the halves hi (bfloat16 [n]) and lo (int16 [n])."""
     joined = hi.view(torch.int16).int().bitwise_left_shift_(16).add_(lo).view(torch.float32)
-    return joined if out is None else out.copy_(joined)
+    if out is None:
+        return joined
+    return out.copy_(joined)
 
 
 def sum_squares(x: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def update_seconds(
     The lanes of a device update run in parallel too, so their time is the longest. Without an accelerator, copies take
     only throttle time. beside_s: seconds of other copies over the link, before states updated on the device.
     """
+    # Threads on the host and the device work at the same time, so the slower place counts.
     host_bytes = host_update_bytes(regions, residence)
     on_host = _update_seconds(host_bytes, throttles, speeds, on_device=False)
     if not residence.updated_on_device:
@@ -178,6 +179,7 @@ def fit_tile(
     a ring.
     """
     tile = largest
+    # In halves: below the smallest tile, the calls for a tile would take longer than the bytes.
     while room_bytes is not None and tile > SMALLEST_TILE and ring_bytes(tile) > room_bytes:
         tile //= 2
     if lengths is None:

@@ -60,6 +60,7 @@ def lay_out(
     in_slots = update == SLOT
     states = _States(regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updated, in_slots)
     left = states.left(tiers)
+    # Without a need for the disk there are no rings, and no smaller tiles for them.
     if DISK not in tiers.values() and (left is None or left >= 0):
         return states.place({}, most_numel or SHARD_MULTIPLE)
 
@@ -120,35 +121,44 @@ class _States:
         """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
         on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
         for state in _STATE_KINDS:
-            if tiers[state] == HOST:
+            if tiers[state] == HOST:  # `left` has these bytes subtracted already
                 continue
-            sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
-            if state == "gradients" and not self.keeps_gradients:
-                # Consumed immediately: they need the staging memory alone, all regions or none.
-                fits = tiers[state] == "auto" and (left is None or left >= self.staging_bytes)
-                kept = set(self.regions) if fits else set()
-                used = self.staging_bytes if fits else 0
-            else:
-                kept = _spread(sizes, left) if tiers[state] == "auto" else set()
-                used = sum(sizes[region] for region in kept)
-            left = None if left is None else left - used
+            kept: Collection[Region] = ()
+            if tiers[state] == "auto":
+                kept, used = self._choose_kept(state, left)
+                if left is not None:
+                    left -= used
             for region in self.regions:
                 if region not in kept:
                     on_disk[region.index].add(state)
         return self.place(on_disk, tile_numel)
+
+    def _choose_kept(self, state: str, left: int | None) -> tuple[set[Region], int]:
+        """Return the regions with one kind of state in memory, and the bytes for them. left: as in `distribute`."""
+        if state != "gradients" or self.keeps_gradients:
+            sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
+            kept = _spread(sizes, left)
+            return kept, sum(sizes[region] for region in kept)
+        # Consumed immediately: they need the staging memory alone, all regions or none.
+        if left is None or left >= self.staging_bytes:
+            return set(self.regions), self.staging_bytes
+        return set(), 0
 
     def place(self, on_disk: Mapping[int, Collection[str]], tile_numel: int) -> Residence:
         """Return the table with these kinds of state on disk, by region index, in tiles of `tile_numel` elements."""
         rows = {}
         for region in self.regions:
             kinds = on_disk.get(region.index, ())
-            tiers = {
-                plane.name: DEVICE if self._stays(region, plane) else DISK
-                for plane in region.planes
-                if self._stays(region, plane) or plane.state in kinds
-            }
-            has_records = DISK in tiers.values()
-            update = DEVICE if region.index in self.updated else ""
+            tiers = {}
+            for plane in region.planes:
+                if self._stays(region, plane):
+                    tiers[plane.name] = DEVICE
+                elif plane.state in kinds:
+                    tiers[plane.name] = DISK
+            has_records = DISK in tiers.values()  # read and written a tile at a time
+            update = ""
+            if region.index in self.updated:
+                update = DEVICE
             if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
                 update = SLOT
             if tiers or update:
@@ -196,12 +206,14 @@ def read_from_files(
     def place(tile: int) -> Residence:
         return Residence({region.index: in_files(region, tile) for region in frozen}, sharding)
 
+    # Smaller tiles only for a small budget: each tile is a separate read.
     tile = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * read_ring(place(tile), regions), host_bytes)
     sizes = (sharding.plane_bytes(region, region.travelling) for region in frozen)
     is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
     residence = place(tile)
-    num_staging_bytes = 0 if is_cached else staging_bytes(read_ring(residence, regions))
-    return replace(residence, file_staging_bytes=num_staging_bytes)
+    if is_cached:
+        return residence
+    return replace(residence, file_staging_bytes=staging_bytes(read_ring(residence, regions)))
 
 
 def in_files(region: Region, tile_numel: int) -> Row:

@@ -97,7 +97,9 @@ class ThisMachine:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
         comm = comm.world
         # One rank measures: several at once would share the links, and ranks must agree on the numbers.
-        measured = Speeds(PROBES[MEASURED](self.device), comm.local_size) if comm.rank == 0 else None
+        measured = None
+        if comm.rank == 0:
+            measured = Speeds(PROBES[MEASURED](self.device), comm.local_size)
         speeds = comm.from_rank(0, measured, "rates of the machine")
         assert speeds is not None
         return speeds
@@ -114,6 +116,7 @@ class ThisMachine:
         own = device, self.model_bytes, (bound.share(comm.local_size), str(bound))
         memories = comm.gather_objects(own, "free memory")
         devices, model_bytes, hosts = zip(*memories, strict=True)
+        # The tightest rank decides, and names the limit.
         host, host_bound = min(hosts)
         if accelerator is None:
             return FreeMemory(None, host, host_bound, in_host=True, model_bytes=min(model_bytes))

@@ -111,7 +111,9 @@ def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
     """Return the gradient bytes for a region in the backward. wide: fp32 accumulation instead of parameter dtype."""
     if not region.trainable:
         return 0
-    return 4 * region.numel if wide else region.weight_bytes
+    if wide:
+        return 4 * region.numel
+    return region.weight_bytes
 
 
 def slot_bytes(unit: UnitPlan, resident: set[int], residence: Residence) -> int:
@@ -136,14 +138,21 @@ def staging_bytes(
     accumulates: gradients are added to stored sums. splits: these are fp32 sums over micro-batches or chunks.
     """
     wide = accumulates and (splits or sharding.size > 1)
-    own = sharding.size if accumulates and sharding.size > 1 else sharding.num_ranges
+    # A sum is over the shard reduced by this rank, in every stage: one gather follows, after the last pass.
+    own = sharding.num_ranges
+    if accumulates and sharding.size > 1:
+        own = sharding.size
     sizes = []
     for region in regions:
         if not region.trainable:
             continue
-        itemsize = 4 if wide else region.plane("gradients").dtype.itemsize
+        itemsize = region.plane("gradients").dtype.itemsize
+        if wide:
+            itemsize = 4
         numel = region.numel // own
-        parts = summed_parts(numel) if accumulates else [slice(0, numel)]
+        parts = [slice(0, numel)]
+        if accumulates:
+            parts = summed_parts(numel)
         sizes += [itemsize * (part.stop - part.start) for part in parts]
     return window_bytes(sizes, stagings)
 
@@ -158,8 +167,10 @@ def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> i
 
     fp32 gradients are reduced in place, except those from the rank that computes a block for all.
     """
+    if sharding.size == 1:  # nothing to reduce
+        return 0
     split = [4 * r.numel // sharding.size for r in regions if r.trainable and (r.is_bf16 or sharding.dispatches)]
-    return window_bytes(split, shards) if sharding.size > 1 else 0
+    return window_bytes(split, shards)
 
 
 def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
@@ -257,6 +268,7 @@ def plan_memory(
     if copied:
         kept = sum(region.weight_bytes for region in copied if region.index in resident)
         plan.append(Allocation(DEVICE, RESIDENT, kept))
+        # Frozen weights in few bits need slots even where exact weights are used in place.
         excluded = resident.union(region.index for region in regions if residence.is_used_in_place(region))
         plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
         largest = max((sum(residence.slot_bytes(region) for region in record) for record in records), default=0)
@@ -307,6 +319,7 @@ def _planes(
         on_disk = residence.disk_bytes(region)
         for plane in region.planes:
             tier = residence.tier(region, plane)
+            # Sums have their own plane, above; without a wait the staging memory is enough.
             has_no_plane = region.index in on_host or not waits
             if plane.state == "gradients" and tier != DISK and has_no_plane:
                 continue
@@ -335,7 +348,9 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence:
     if residence.keeps_weights:
         return Allocation(DEVICE, f"{SLOT} (all units stay)", sum(cargoes.values()))
     sizes = [size for size in cargoes.values() if size]
-    note = f"largest unit: {largest.name}" + (f", and {ahead} ahead" if ahead else "")
+    note = f"largest unit: {largest.name}"
+    if ahead:
+        note += f", and {ahead} ahead"
     return Allocation(DEVICE, f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
 
 
@@ -359,6 +374,7 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         total = sum(allocation.num_bytes for allocation in on_tier)
         if budget is None or total <= budget:
             continue
+        # The key is for all ranks of the machine, so the advice counts all of them.
         ranks = num_sharing if tier != DEVICE else 1  # a device belongs to one rank
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         key = BUDGETS[tier]
@@ -390,11 +406,13 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         names = _names(plan, DEVICE)
         stays = f"{SLOT} (all units stay)" in names
         states = {name for name in names if not name.startswith(_PASSING)}
-        parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
-        optimizer = "--offload.optimizer cpu" if states else ""
-        lower = " ".join(filter(None, [parameters, optimizer]))
+        lower = []
+        if stays or "weights" in states:
+            lower.append("--offload.parameters cpu")
+        if states:
+            lower.append("--offload.optimizer cpu")
         if lower:
-            advice.append(f"move states off the device with {lower}")
+            advice.append(f"move states off the device with {' '.join(lower)}")
         if UPDATE_RING in names:
             advice.append("update states on the host with --offload.update cpu")
     else:
@@ -406,11 +424,12 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
     """Return advice to save host memory, to append to a byte count; empty if there is none."""
     names = _names(plan, HOST)
     advice = list[str]()
-    if _names(plan, DISK):
+    if _names(plan, DISK):  # the run has a disk: advise to move more there, not to begin with one
         if all(name.startswith(_DISK_RINGS) for name in names):
             return ", the minimum for the buffers that move states to and from disk"
-        lower = _move_flags(names, DISK)
-        return _join_advice([f"move more states to disk with {lower}"] if lower else [])
+        if lower := _move_flags(names, DISK):
+            advice.append(f"move more states to disk with {lower}")
+        return _join_advice(advice)
     advice += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
     advice += _bf16_advice(plan, HOST)
     if "gradients" in names:

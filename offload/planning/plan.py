@@ -68,7 +68,7 @@ class Transfers:
     @property
     def stagings(self) -> int:
         """Number of consecutive region gradients with room on the host: one fills while the other is consumed."""
-        return 2 if self.overlap else 1
+        return 1 + self.overlap
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,13 @@ class Plan:
 
         Without a budget the device holds only the lookahead. With a budget, spare room keeps units on the device.
         """
-        ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
+        ahead = self.ahead
+        if prefetch == "auto" and self.overlap:
+            ahead = num_regions
         is_complete = self.residence.common == DEVICE or self.residence.keeps_weights
-        return ahead, None if is_complete or self.device_bytes is not None else 1 + self.ahead
+        if is_complete or self.device_bytes is not None:
+            return ahead, None
+        return ahead, 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
@@ -256,7 +260,9 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
             "error of a step is added to the next one, and takes "
             f"{format_bytes(sum(map(sharding.error_bytes, regions)))} on each rank"
         )
-    return f"approximate: {'; '.join(notes)}" if notes else ""
+    if not notes:
+        return ""
+    return f"approximate: {'; '.join(notes)}"
 
 
 def sharding_of(settings: Settings, comm: Comm) -> Sharding:
@@ -265,7 +271,7 @@ def sharding_of(settings: Settings, comm: Comm) -> Sharding:
     Raises ConfigError if replicas cannot share states.
     """
     within, between = comm.split(num_replicas(settings, comm))
-    spreads = settings.replica_states == "shared" and between.size > 1
+    spreads = settings.replica_states == "shared" and between.size > 1  # one replica has nothing to share
     if spreads and within.size == 1:
         raise ConfigError(
             f"offload.replica_states is shared, but each of {between.size} replicas is a single rank with all weights: "
@@ -298,6 +304,7 @@ def make_plan(
     if place != "auto":
         return plan_with(place)
     on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
+    # Wherever there is no choice, no rates are needed: to measure them takes seconds.
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.residence.common == DEVICE:
         return on_host
     throttles = device_updates.slowest_throttles(comm, settings.throttles)
@@ -355,7 +362,10 @@ class _Request:
         prefetch = self.settings.prefetch
         if residence.common == DEVICE or not free.in_host:
             return self
-        ahead = prefetch if isinstance(prefetch, int) else AUTO_LOOKAHEAD
+        # The most the device may take: the lookahead chosen by `size_transfers` is not known yet.
+        ahead = AUTO_LOOKAHEAD
+        if isinstance(prefetch, int):
+            ahead = prefetch
         transfers = replace(self.unsized_transfers(residence), ahead=ahead, buffers=2)
         beside = bytes_on(DEVICE, self.allocations(residence, transfers))
         return replace(self, free=replace(free, host_bytes=max(0, free.host_bytes - beside)))
@@ -391,7 +401,7 @@ def choose_residence(request: _Request, residence: Residence, update: str) -> Re
     settings = request.settings
     regions = request.regions
     sharding = request.sharding
-    most_numel, room = _device_room(request, residence, update)
+    most_numel, room = _device_room(request, residence, update)  # first: states on the device need no host memory
 
     # All other states: memory first, then disk.
     factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
@@ -399,7 +409,9 @@ def choose_residence(request: _Request, residence: Residence, update: str) -> Re
     reserved += sum(_activation_rings(request).values())
     below, host_bytes = _tiers_below(settings.placement, request.free, reserved)
     stagings = request.unsized_transfers(residence).stagings
-    staged = staging_bytes(regions, stagings, sharding) if settings.optimizer.has_gradients else 0
+    staged = 0
+    if settings.optimizer.has_gradients:
+        staged = staging_bytes(regions, stagings, sharding)
     laid_out = lay_out(
         [region for region in regions if region.index not in residence.rows],
         below,
@@ -431,8 +443,9 @@ def _device_room(request: _Request, residence: Residence, update: str) -> tuple[
     transfers = request.unsized_transfers(residence)
     planned = request.allocations(first, replace(transfers, buffers=transfers.stagings))
     room = max(0, budget - bytes_on(DEVICE, planned))
-    # Leave room for the step itself; step memory is unknown here.
-    return most_numel, room // 3 if update == "both" else room
+    if update == "both":
+        room //= 3  # leave room for the step itself; step memory is unknown here
+    return most_numel, room
 
 
 def _activation_rings(request: _Request) -> dict[str, int]:
@@ -451,11 +464,14 @@ def size_transfers(request: _Request, residence: Residence) -> Transfers:
     rings = _activation_rings(request) | ring_bytes(residence, regions)
     transfers = Transfers(request.overlaps(bool(rings) or bool(residence.indices_on(FILES))), rings)
     if isinstance(settings.prefetch, int):
-        buffers = transfers.stagings if settings.prefetch else 1
+        buffers = 1
+        if settings.prefetch:
+            buffers = transfers.stagings
         transfers = replace(transfers, ahead=settings.prefetch, buffers=buffers)
     elif transfers.overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
         # Without a limit. Under one, memory left over after a step goes to slots and a second buffer.
         transfers = replace(transfers, ahead=AUTO_LOOKAHEAD, buffers=2)
+    # Early reads fill the wait for the norm. A record with gradients is not complete before the norm.
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if not defers or any(waits_on_disk(region, residence) for region in regions):
         return transfers
@@ -477,6 +493,7 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
     residence = plan.residence
     free = request.free
     resident = resident_regions(request.units)
+    # Streamed experts have slots of their own, counted apart.
     sizes = {u.name: slot_bytes(u, resident, residence) for u in request.units if not u.in_records}
     largest = max(sizes, key=lambda name: sizes[name])
     floor = f"The largest unit is {largest} ({format_bytes(sizes[largest])} of weights). "
@@ -496,6 +513,7 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
 
 def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     """Return the plan with a place of the updates. num_sharing: as in `_check_memory`; None: no check."""
+    # The common tier first: where the device is host memory, this tier decides how much remains for the host.
     common = _choose_common(request)
     beside = request.beside_device_memory(common)
     residence = choose_residence(beside, common, update)
@@ -508,9 +526,11 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
         )
     transfers = size_transfers(beside, residence)
     allocations = request.allocations(residence, transfers)
+    # Limits for slots and buffers made of spare memory: see `Plan.range`.
     lower = replace(residence, common=HOST, keeps_weights=True)
     unlimited = request.allocations(lower, replace(transfers, ahead=0, buffers=transfers.stagings))
     device_bytes = full_device_bytes = request.settings.placement.budget(DEVICE)
+    # All memory of the device, not the free part: a resumed run needs the same bits, also with less memory free.
     if full_device_bytes is None and request.free.total_device_bytes is not None:
         full_device_bytes = int(request.free.total_device_bytes * _SHARE_OF_FREE_MEMORY)
     if device_bytes is None and request.free.device_bytes is not None:
@@ -548,8 +568,11 @@ def _place_of_updates(residence: Residence, update: str) -> str:
 def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
     """Return the device bytes available for states; None: no limit."""
     budget = placement.budget(DEVICE)
-    budget = free.device_bytes if budget is None else budget
-    return None if budget is None else int(budget * _SHARE_FOR_STATES)
+    if budget is None:
+        budget = free.device_bytes
+    if budget is None:
+        return None
+    return int(budget * _SHARE_FOR_STATES)
 
 
 def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple[dict[str, str], int | None]:
@@ -565,11 +588,13 @@ def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple
     if tiers["gradients"] == DEVICE:  # next to the optimizer states, which did not fit the device
         tiers["gradients"] = HOST
     host_bytes = placement.budget(HOST)
-    if placement.nvme_dir is None:
+    if placement.nvme_dir is None:  # no other tier: `check_host` reports a misfit
         tiers = {state: HOST if tier == "auto" else tier for state, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    return tiers, None if host_bytes is None else max(0, host_bytes - reserved)
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - reserved)
+    return tiers, host_bytes
 
 
 def _choose_common(request: _Request) -> Residence:
@@ -588,6 +613,7 @@ def _choose_common(request: _Request) -> Residence:
                 "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
                 "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
             )
+    # Here the host stands for all tiers below the device.
     wants = tuple(HOST if want in (DISK, FILES) else want for want in (placement.parameters, placement.optimizer))
     parameters, states = wants
     if "auto" in wants:
@@ -599,7 +625,7 @@ def _choose_common(request: _Request) -> Residence:
             on_device = replace(residence, common=DEVICE)
             planned = request.allocations(on_device, request.unsized_transfers(residence))
             fits = bytes_on(DEVICE, planned) <= budget
-        if placement.optimizer_memory is not None:
+        if placement.optimizer_memory is not None:  # a separate limit for these states on the device
             room = int(placement.optimizer_memory)
             fits = fits and optimizer_bytes(request.regions, request.sharding) <= room
         choice = DEVICE if fits else HOST
@@ -611,4 +637,6 @@ def _choose_common(request: _Request) -> Residence:
 
 
 def budget_bytes(value: Any) -> int | None:
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    return int(value)

@@ -113,9 +113,11 @@ class Settings:
         _check_number(self.delay_after, 0, "train.delay_after", "a number of steps, at least 0")
         # Values together, then values that follow from others.
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
+        # This object is frozen, and fields derived from others are set once, here.
         experts = self.placement.experts
         if experts == "streamed":  # blocks with streamed experts run their own code
             object.__setattr__(self, "sequence_tile", "none")
+        # Each rank would keep graphs by the local memory, and ranks with shared rows exchange inside a unit.
         if self.sequence_parallel > 1 and self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
         compiles = settle_compile(
@@ -127,6 +129,7 @@ class Settings:
         _check_number(self.passes, 1, "train.passes", whole)
         check_max_grad_norm(self.max_grad_norm)
         object.__setattr__(self, "max_grad_norm", self.optimizer.clips_to(self.max_grad_norm))
+        # Parsed again where they are used: here a wrong value is refused, before anything is allocated.
         parse_device(self.device)
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
@@ -143,13 +146,17 @@ class Settings:
         # Settings of the engine lie in three objects, whatever section of a configuration they are in.
         if section == "offload" and hasattr(self.placement, name):
             return getattr(self.placement, name)
-        return getattr(self.optimizer if section == "optimizer" else self, name)
+        if section == "optimizer":
+            return getattr(self.optimizer, name)
+        return getattr(self, name)
 
     @property
     def resolved_clip(self) -> str:
         """The clip option as far as settings decide: deferred if no correction is needed or possible."""
         corrects = all(rule.can_correct for rule in self.optimizer.parts) and self.max_grad_norm and not self.skips
-        return self.clip if corrects and not self.delay else "deferred"
+        if corrects and not self.delay:
+            return self.clip
+        return "deferred"
 
     @property
     def host_bound(self) -> str:
@@ -170,7 +177,9 @@ class Settings:
         """Return `compile` without auto: always or never, for a device in torch notation."""
         if self.compile != "auto":
             return self.compile
-        return "always" if compiles_by_default(device) else "never"
+        if compiles_by_default(device):
+            return "always"
+        return "never"
 
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
         """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""

@@ -66,7 +66,8 @@ class Executor:
         # Otherwise the first fetches for this very pass already run, since the end of the last one.
         if self._schedule is None or self._next or (pass_key, fetches_next) != (self._pass_key, self._fetches_next):
             self.begin_fetches(pass_key, fetches_next)
-        self._pass_key, self._is_open = pass_key, True
+        self._pass_key = pass_key
+        self._is_open = True
         self._recorded_uses = []
 
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
@@ -109,7 +110,8 @@ class Executor:
                 self._orders.clear()
             self._orders[self._pass_key] = self._orders[_family(self._pass_key)] = self._recorded_uses
             self._schedules.clear()  # made for the old order
-        self._is_open, self._schedule = False, None
+        self._is_open = False
+        self._schedule = None
 
     def suppose(self, pass_key: Hashable, order: Iterable[Sequence[Region]]) -> None:
         """Assume a use order for a pass key until the first pass is recorded.
