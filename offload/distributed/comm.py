@@ -86,7 +86,9 @@ class Comm:
     def num_machines(self) -> int:
         """Number of machines, if all have equally many ranks; otherwise 1."""
         counts = Counter(self.machines)
-        return len(counts) if len(set(counts.values())) == 1 else 1
+        if len(set(counts.values())) == 1:
+            return len(counts)
+        return 1  # exchanges between machines pair the ranks at one place
 
     @property
     def num_far(self) -> int:
@@ -134,7 +136,9 @@ class Comm:
         ConfigError if a machine has no whole number of groups.
         """
         self.group_of(num)
-        return Comm() if num == 1 else self._neighbours(num)
+        if num == 1:
+            return Comm()
+        return self._neighbours(num)
 
     def _neighbours(self, num: int) -> Comm:  # noqa: ARG002
         return self

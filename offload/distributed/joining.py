@@ -189,7 +189,8 @@ def open_comm(
         ConfigError: variables are missing or wrong, or two ranks use one GPU.
         RankLostError: not all ranks arrived within times.start_s.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
     exists = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if exists else _read_environment(environ)
     if size == 1:
@@ -203,11 +204,11 @@ def open_comm(
     accelerator = own_accelerator(device, environ)
     torch_device = device_of(accelerator)
     backend = None if accelerator is None else accelerator.backend
-    comm_class: type[Ranks]
+    comm_class: type[Ranks] = StagedRanks
     if accelerator is None:
         comm_class = Ranks
-    else:
-        comm_class = DeviceRanks if backend else StagedRanks
+    elif backend:
+        comm_class = DeviceRanks
     start_time = time.monotonic()
     try:
         start = timedelta(seconds=times.start_s)

@@ -37,8 +37,11 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _show(values: Mapping[str, Any], key: str) -> str:
     text = repr(values[key]) if key in values else "nothing"
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f" {text}" if key else text
+    if len(text) > 80:
+        text = text[:77] + "..."
+    if key:
+        return f" {text}"
+    return text
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -47,7 +50,10 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        path = str(key)
+        if prefix:
+            path = f"{prefix}.{key}"
+        flat |= _flatten(inner, path)
     return flat
 
 
@@ -60,12 +66,16 @@ def share_outcome(comm: Comm, failure: Exception | None, operation: str) -> None
     comm = comm.world
     if failure is not None and comm.size == 1:
         raise failure
-    described = None if failure is None else _describe(failure)
+    described = None
+    if failure is not None:
+        described = _describe(failure)
     errors = comm.gather_objects(described, f"outcome of {operation}")
     for rank, error in enumerate(errors):
         if error is not None:
             error_class, text, *rest = error
-            raise common(error_class(f"[rank {rank}] {text}" if rank else text, *rest)) from failure
+            if rank:  # rank 0 stands for all: most errors come from every rank
+                text = f"[rank {rank}] {text}"
+            raise common(error_class(text, *rest)) from failure
 
 
 @contextmanager

@@ -354,7 +354,9 @@ class Ranks(Comm):
         total = first.clone()
         for other in others:
             total += other
-        return total if of_device else total.tolist()
+        if of_device:
+            return total
+        return total.tolist()
 
     def _collect(self, own: torch.Tensor, operation: str, of_device: bool = False) -> torch.Tensor:
         """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
@@ -481,7 +483,9 @@ class Ranks(Comm):
         thread.
         """
         groups = self._groups()
-        for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
+        if self._owns_default:
+            groups.append(dist.group.WORLD)
+        for group in groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def close(self, error: BaseException | None = None) -> None:
@@ -563,11 +567,15 @@ class _Chunks:
 
     def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Return a term in the sum dtype: the same tensor, or a copy in `room`."""
-        return term if term.dtype == self._dtype else room.copy_(term)
+        if term.dtype == self._dtype:
+            return term
+        return room.copy_(term)
 
     def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
         first, *others = terms
-        total = out if out.dtype == self._dtype else self._total[: len(out)]
+        total = out
+        if out.dtype != self._dtype:  # rounded once, at the end
+            total = self._total[: len(out)]
         _place(total, self._as_term(first, total))
         for other in others:
             total += self._as_term(other, self._term[: len(out)])

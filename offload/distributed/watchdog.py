@@ -60,7 +60,9 @@ class Position:
 
     def describe(self, now: float | None = None) -> str:
         """Return the rank's activity as text: "waiting in all-gather of unit head for 3.0 s"."""
-        age = (time.monotonic() if now is None else now) - self.since
+        if now is None:
+            now = time.monotonic()
+        age = now - self.since
         if self.inside:
             return f"waiting in {self.operation} for {age:.1f} s"
         if self.operation:
@@ -263,7 +265,9 @@ class Watchdog:
     def _compare(self, queue: int, own: Position, now: float) -> None:
         """Compare this rank's position in `queue` with the positions of the other ranks."""
         stall_s = self._times.stall_s
-        waited = now - own.since if own.inside else 0.0
+        waited = 0.0
+        if own.inside:
+            waited = now - own.since
         peers = [peer for peer in self._peers.values() if own.among is None or peer.rank in own.among]
         for peer in peers:
             other = peer.at(queue)
@@ -392,6 +396,6 @@ def connect(
 
 def describe(positions: Sequence[Position], now: float | None = None) -> str:
     """Return the activity of a rank: the longest wait, or the last finished collective."""
-    waits = [position for position in positions if position.inside]
-    shown = min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)
-    return shown.describe(now)
+    if waits := [position for position in positions if position.inside]:
+        return min(waits, key=lambda position: position.since).describe(now)
+    return max(positions, key=lambda position: position.since).describe(now)

@@ -43,8 +43,9 @@ def clear(parent: Path) -> list[Path]:
             if leftover[2] == "replaced" and not (target := parent / leftover[1]).exists():
                 path.rename(target)  # the process ended between the two renames in `replace_folder`
                 continue
-            # The lock of a living process raises BlockingIOError.
-            with _lock_of(path) if leftover[2] == "partial" else contextlib.nullcontext():
+            with contextlib.ExitStack() as locks:
+                if leftover[2] == "partial":  # the lock of a living process raises BlockingIOError
+                    locks.enter_context(_lock_of(path))
                 remove(path)
             removed.append(path)
     return removed
@@ -80,6 +81,7 @@ def _lock_of(folder: Path) -> io.FileIO:
     file = io.FileIO(path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have removed the folder between the opening and the lock.
         if not os.path.samestat(os.fstat(file.fileno()), path.lstat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     except BaseException:
@@ -121,8 +123,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _sibling(path: Path, label: str) -> Path:
     """Return a new name in the folder of `path`; for a leftover, based on the original name."""
-    leftover = _LEFTOVER.fullmatch(path.name)
-    return path.with_name(f"{leftover[1] if leftover else path.name}.{label}-{secrets.token_hex(4)}")
+    name = path.name
+    if leftover := _LEFTOVER.fullmatch(name):
+        name = leftover[1]
+    return path.with_name(f"{name}.{label}-{secrets.token_hex(4)}")
 
 
 @contextlib.contextmanager

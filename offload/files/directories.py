@@ -108,7 +108,7 @@ def file_system(path: Path) -> str:
 def free_bytes(path: Path) -> int:
     """Return the free bytes available to an ordinary user on the file system of `path`."""
     status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize  # not f_bfree: a part is kept for root
 
 
 def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
@@ -132,7 +132,7 @@ def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
         raise ConfigError(
             f"offload.nvme_dir is {directory}, which is a file; set --offload.nvme_dir to a directory on a disk."
         )
-    path = path.resolve()
+    path = path.resolve()  # a link may lead to memory
     type_name = file_system(path)
     if type_name in _IN_MEMORY:
         raise ConfigError(

@@ -24,7 +24,7 @@ def refuse_pointers(*paths: Path) -> None:
         try:
             with path.open("rb") as file:
                 start = file.read(len(FIRST_BYTES))
-        except OSError:
+        except OSError:  # the caller reports an unreadable file better
             continue
         if start == FIRST_BYTES:
             raise pointer_error(path, path.parent)

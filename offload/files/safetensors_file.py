@@ -124,7 +124,8 @@ class TensorFile:
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Return flat elements `begin` to `end` in the file dtype. Raises DiskError, and ConfigError for NaN."""
         entry = self.entries[name]
-        end = math.prod(entry.shape) if end is None else end
+        if end is None:
+            end = math.prod(entry.shape)
         values = torch.empty(end - begin, dtype=entry.dtype)
         self._opened.read(as_bytes(values), entry.begin + begin * entry.dtype.itemsize)
         # max() propagates NaN in one read, without a mask as large as the values.
@@ -171,6 +172,7 @@ class TensorFile:
             raise self._damaged(f"it has {self._num_bytes} bytes")
         self._opened.read(head, 0)
         length = int.from_bytes(head, "little")
+        # Checked before the read: random bytes would ask for any amount of memory.
         if length > min(_MAX_HEADER_BYTES, self._num_bytes - 8):
             raise self._damaged(f"its header would have {length} bytes, the file has {self._num_bytes}")
         text = memoryview(bytearray(length))
@@ -215,4 +217,6 @@ def tensor_reader(value: torch.Tensor) -> ReadRange:
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """Return the memory behind a flat CPU tensor, any dtype."""
     array: Any = flat.contiguous().view(torch.uint8).numpy()
-    return memoryview(array) if flat.numel() else memoryview(b"")
+    if flat.numel():
+        return memoryview(array)
+    return memoryview(b"")

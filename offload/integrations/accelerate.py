@@ -60,9 +60,10 @@ class OffloadAccelerator(Accelerator):
         if not optimizers:
             return objects
         optimizer, model = optimizers[0], None
-        if isinstance(optimizer, OffloadOptimizer):
+        if isinstance(optimizer, OffloadOptimizer):  # made by the user, over an engine with the model
             self.engine = optimizer.engine
             return objects
+        # The model with all of these parameters: other models, for example a teacher, are prepared as plain modules.
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = next(
             (o for o in objects if isinstance(o, nn.Module) and trained <= {id(p) for p in o.parameters()}), None

@@ -95,6 +95,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "closure() or loss.backward() first, and then optimizer.step()."
             )
         if not self.has_gradients:
+            # The update was made in `descend`. Without this call a loop would train nothing, and say nothing.
             if not self._has_descended:
                 raise ConfigError(
                     f"OffloadOptimizer.step was called, but {type(self.engine.optimizer).__name__} updates without "
@@ -162,13 +163,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._follow()
         rates = [float(group["lr"]) for group in self.param_groups]
         base = rates[0] / (self._scales[0] or 1.0)  # each group rate is a fixed multiple
+        # A schedule multiplies each rate, and rounds each product.
         if any(abs(rate - base * scale) > 1e-6 * abs(base) for rate, scale in zip(rates, self._scales, strict=True)):
             self._refuse(f"learning rates are {rates}, no longer in the ratio {self._scales}")
         self.engine.lr = base
 
     def _record(self, result: StepResult) -> StepResult:
         self.result = result
-        self._updates += not result.skipped
+        self._updates += not result.skipped  # the moments have no trace of a skipped update
         return result
 
     def _follow(self) -> None:
@@ -179,7 +181,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for before, now in zip(self._fixed, fixed_settings, strict=True):
             for key in now:
                 if now[key] != before[key]:
-                    change = " changed" if key == "params" else f" was {before[key]!r}, and is {now[key]!r}"
+                    change = f" was {before[key]!r}, and is {now[key]!r}"
+                    if key == "params":  # ids of parameters tell a reader nothing
+                        change = " changed"
                     self._refuse(key + change)
         tuned = self._settings()
         settings, decays = tuned
@@ -191,10 +195,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._tuned = tuned
 
     def _refuse(self, change: str) -> NoReturn:
-        more = f" and {' and '.join(self._follows)}" if self._follows else ""
+        steered = " and ".join(["learning rates (all in the same ratio)", *self._follows])
         raise ConfigError(
-            f"the optimizer's {change}: once the engine is made, only learning rates (all in the same ratio){more} can "
-            "change. Set everything else before."
+            f"the optimizer's {change}: once the engine is made, only {steered} can change. Set everything else before."
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -238,8 +241,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved_group)
-        # A step over other moments would be wrong without a word.
-        self._missing = 0 if state_dict["updates"] == self._updates else state_dict["updates"]
+        self._missing = 0
+        if state_dict["updates"] != self._updates:  # a step over other moments would be wrong without a word
+            self._missing = state_dict["updates"]
 
     def _resume(self, num_updates: int) -> None:
         """Continue after so many updates, with all states there."""
@@ -256,7 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         For a PEFT model, frozen weights are left out. Raises like `Engine.save_checkpoint`.
         """
-        adapts = hasattr(self.engine.model, "peft_config")
+        adapts = hasattr(self.engine.model, "peft_config")  # the base has its own files
         meta = {"updates": self._updates, "groups": self._group_settings()}
         self.engine.save_checkpoint(folder, meta=meta, trained_only=adapts)
 
@@ -278,6 +282,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def follow(self, scheduler: Any) -> None:
         """Attach a scheduler made over another optimizer with these groups."""
         scheduler.optimizer = self
+        # A scheduler of torch puts a function like `counted` on the optimizer it is made over.
         step = self.step
 
         @wraps(step.__func__)  # type: ignore[attr-defined]
@@ -319,8 +324,9 @@ def find_own(optimizer: Any) -> OffloadOptimizer | None:
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
     """Restore torch's random generators at exit, because other code depends on them."""
-    on_cpu = device.type == "cpu"
-    devices = [] if on_cpu else [device.index or 0]
-    more = {} if on_cpu else {"device_type": device.type}
-    with torch.random.fork_rng(devices=devices, **more):
+    if device.type == "cpu":
+        forked = torch.random.fork_rng(devices=[])
+    else:
+        forked = torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
+    with forked:
         yield

@@ -25,8 +25,9 @@ _OTHERS = (
 
 
 def _adam(kind: Any, states: str, args: Any, _options: Mapping[str, str]) -> UpdateRule:
-    eps = {"eps": args.adam_epsilon} if kind is AdamW else {}
-    own = {"betas": (args.adam_beta1, args.adam_beta2), "states": states, **eps}
+    own = {"betas": (args.adam_beta1, args.adam_beta2), "states": states}
+    if kind is AdamW:  # Lion has no eps
+        own["eps"] = args.adam_epsilon
     return kind(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
 
 
@@ -116,7 +117,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             f"{foreign} parameters of the optimizer are not the model's, which has {len(names)}: make the optimizer "
             "over the parameters of this model, torch.optim.AdamW(model.parameters()), after the last change of them."
         )
-    first = optimizer.param_groups[0]
+    first = optimizer.param_groups[0]  # the engine's rate: rates of other groups are multiples
     # An engine has one rule: only rates and decay may differ between groups.
     for group in optimizer.param_groups:
         for key in optimizer.defaults.keys() - {"lr", "weight_decay"}:
@@ -146,6 +147,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
         )
         for group in full
     ]
+    # torch would leave these as they are, and an engine would update them.
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
     if left:
@@ -159,8 +161,10 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
 
 def followed_keys(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the group keys that may change during training, besides the learning rate."""
-    is_decoupled = type(optimizer) is not torch.optim.Adam or optimizer.param_groups[0].get("decoupled_weight_decay")
-    return [*_TORCH[type(optimizer)].steered, *(["weight_decay"] if is_decoupled else [])]
+    keys = [*_TORCH[type(optimizer)].steered]
+    if type(optimizer) is not torch.optim.Adam or optimizer.param_groups[0].get("decoupled_weight_decay"):
+        keys.append("weight_decay")
+    return keys
 
 
 _TORCH: Mapping[type[torch.optim.Optimizer], type[UpdateRule]] = {

@@ -28,8 +28,11 @@ def weights_dtype(model: nn.Module) -> torch.dtype | None:
 
     float32 (master weights) if all floating-point parameters are float32. None: the engine's compute dtype.
     """
+    # A model with some bf16 parameters is a bf16 model, with a few norms kept in fp32.
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return torch.float32 if dtypes == {torch.float32} else None
+    if dtypes == {torch.float32}:
+        return torch.float32
+    return None
 
 
 def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
@@ -94,7 +97,9 @@ def share_write_errors(engine: Engine, folder: Path) -> Iterator[None]:
             if isinstance(error, DiskError):
                 raise
             path = error.filename2 or error.filename
-            raise disk_error("the write", Path(path) if isinstance(path, str) else folder, error) from error
+            if not isinstance(path, str):  # an error of a descriptor, or of another library
+                path = folder
+            raise disk_error("the write", Path(path), error) from error
         except Exception as error:
             if isinstance(error, OffloadError) or engine.world_size == 1:
                 raise

@@ -155,7 +155,7 @@ class OffloadMixin(_Base):
 
     def _open(self) -> OffloadOptimizer:
         """Return the optimizer for a new engine configured by the arguments."""
-        args, settings = self.args, dict(self._offload)
+        args, settings = self.args, dict(self._offload)  # a copy: another `train` begins with all of them
         # An earlier engine holds the weights of the model.
         give_back(self.model, self.optimizer)
         factory, factory_settings = self.optimizer_cls_and_kwargs or (None, {})
@@ -174,7 +174,9 @@ class OffloadMixin(_Base):
                     "out of offload."
                 )
             settings.pop(key, None)
-        precision = "bf16" if args.bf16 or weights_dtype(self.model) is None else "fp32"
+        precision = "fp32"
+        if args.bf16 or weights_dtype(self.model) is None:
+            precision = "bf16"
         if args.bf16 and settings.get("precision", "bf16") != "bf16":
             raise ConfigError("offload has precision='fp32', and the Trainer's arguments bf16=True: leave one out.")
         settings = {
@@ -189,6 +191,7 @@ class OffloadMixin(_Base):
         if "optimizer" in settings:
             return OffloadOptimizer(open_engine(self.model, settings.pop("optimizer"), settings))
         create: Any = super().create_optimizer
+        # A subclass may make another optimizer; the engine then takes over this optimizer.
         is_own = type(self).get_optimizer_cls_and_kwargs is not Trainer.get_optimizer_cls_and_kwargs
         if self.optimizer is None and (factory or is_own or create.__func__ is not Trainer.create_optimizer):
             create()
@@ -233,11 +236,16 @@ class OffloadMixin(_Base):
         if not self._is_engaged:
             super().save_model(output_dir, _internal_call)
             return
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = self._folder_of(output_dir)
         with complete_or_absent(folder, is_writer=self.args.should_save):
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _folder_of(self, output_dir: str | None) -> Path:
+        if output_dir is None:
+            output_dir = self.args.output_dir
+        return Path(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the same files as the Trainer. Collective."""
@@ -245,7 +253,7 @@ class OffloadMixin(_Base):
             super()._save(output_dir, state_dict)
             return
         assert self.engine is not None
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = self._folder_of(output_dir)
         if hasattr(self.model, "peft_config"):
             weights = adapters_state(self.engine)
             with share_write_errors(self.engine, folder):
@@ -351,6 +359,7 @@ class OffloadCallback(TrainerCallback):
         own = find_own(optimizer)
         if own is None:
             return
+        # A Trainer with an optimizer made elsewhere is not adopted yet, and would call torch's backward.
         trainer = _calling_trainer(model)
         if trainer is not None and not isinstance(trainer.accelerator, OffloadAccelerator):
             _adopt(trainer)

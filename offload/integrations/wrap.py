@@ -76,6 +76,7 @@ def wrap(
             "model's parameters, or an update rule: offload.wrap(model, torch.optim.AdamW(model.parameters()))."
         )
     options = without_retired(settings)
+    # Both sets of names are one set of keywords here: nobody has to know the object with a field.
     places = {field.name for field in fields(Placement)}
     field_names = {field.name for field in fields(Settings)} - {"optimizer"} | places
     for key in options:
@@ -85,9 +86,11 @@ def wrap(
                 "offload.Placement nor of offload.Settings: see help(offload.wrap)."
             )
     placement = {key: options.pop(key) for key in list(options) if key in places}
-    if placement and "placement" in options:
-        raise ConfigError(f"offload.wrap was given {min(placement)} and a placement: give one of them.")
-    own = engage(model, optimizer, options | ({"placement": placement} if placement else {}), WrappedOptimizer)
+    if placement:
+        if "placement" in options:
+            raise ConfigError(f"offload.wrap was given {min(placement)} and a placement: give one of them.")
+        options["placement"] = placement
+    own = engage(model, optimizer, options, WrappedOptimizer)
     return own.engine.model, own
 
 
@@ -110,6 +113,7 @@ class WrappedOptimizer(OffloadOptimizer):
         state: dict[int, dict[str, Any]] = {}
         for name, moments in engine.named_moments(numbers):
             if moments:
+                # A bf16 parameter has only half of the master, and torch's own format no place for the rest.
                 if engine.model.get_parameter(name).dtype != torch.float32:
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
                 state[numbers[name]] = {key: _as_given(value, engine.model, name) for key, value in moments.items()}
@@ -135,6 +139,7 @@ class WrappedOptimizer(OffloadOptimizer):
         given = {names[number]: state for number, state in state_dict["state"].items()}
         states = {name: _local_states(state, self.engine.model.get_parameter(name)) for name, state in given.items()}
         masters = {name: state.pop(_MASTER) for name, state in states.items() if _MASTER in state}
+        # A parameter without states begins as in a first step.
         self.engine.load_moments({name: states.get(name, {}) for name in names.values()})
         for name, value in self.engine.edit(masters):
             value.copy_(masters[name])
@@ -165,30 +170,39 @@ def engage(
 
     `settings`: engine settings; an `optimizer` among them is the rule in place of the equal one. Raises ConfigError.
     """
-    settings, old = dict(settings), optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    settings = dict(settings)
+    rule: Any = settings.pop("optimizer", None)
+    old = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        old = optimizer
+    elif rule is None:
+        rule = optimizer
     model = remove_compile_wrappers(model)
     give_back(model, old)
-    chosen_rule: Any = settings.pop("optimizer", None) or (optimizer if old is None else None)
-    rule = rule_of_optimizer(old, model) if chosen_rule is None and old is not None else chosen_rule
-    if chosen_rule and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
+    is_taken_over = rule is None  # an own rule has neither the states nor the groups of the optimizer
+    if old is not None and is_taken_over:
+        rule = rule_of_optimizer(old, model)
+    elif old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
         raise ConfigError(
-            f"offload has the rule {chosen_rule.title}, but the groups of the optimizer have different learning rates, "
+            f"offload has the rule {rule.title}, but the groups of the optimizer have different learning rates, "
             "which would be ignored: give them as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    states = (
-        {}
-        if old is None or chosen_rule
-        else {names[id(p)]: _local_states(state, p) for p, state in old.state.items() if id(p) in names}
-    )
-    is_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters())
-    defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32"}  # the loop clips
+    states = {}
+    if old is not None and is_taken_over:
+        states = {names[id(p)]: _local_states(state, p) for p, state in old.state.items() if id(p) in names}
+    defaults = {"max_grad_norm": None, "precision": "fp32"}  # the loop clips
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        defaults["precision"] = "bf16"
     # The engine puts other parameter objects into the model.
     with _regroup_parameters(model, old):
         engine = open_engine(model, rule, defaults | settings)
     own = optimizer_class(engine)
     if old is not None:
-        own.take_over(old, [] if chosen_rule else followed_keys(old))
+        follows = []
+        if is_taken_over:
+            follows = followed_keys(old)
+        own.take_over(old, follows)
     if states:
         try:
             engine.load_moments(states)
@@ -256,6 +270,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     `placement` may be a mapping. Random generators are unchanged. Raises like `Engine`.
     """
     spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    # One device for all modules needs no hooks.
     if len(spread) > 1 or "disk" in spread:
         raise ConfigError(
             f"the model was loaded with a device_map over {', '.join(sorted(spread))}, so accelerate's hooks move its "

@@ -141,7 +141,8 @@ class Sampler:
         """Return prompt tokens as a row, [1, n]; the token to begin a text in place of none. Raises ConfigError."""
         if not token_ids:
             start = self.tokenizer.bos_token_id
-            start = self.tokenizer.eos_token_id if start is None else start
+            if start is None:
+                start = self.tokenizer.eos_token_id
             if start is None:
                 raise ConfigError("--prompt is empty, and the tokenizer has no token to begin a text; give a prompt.")
             token_ids = [start]
@@ -168,16 +169,20 @@ class Sampler:
                 break
             except ReadFromOutside as error:  # in the pass before the first token
                 self.stream.keep(error.unit)
-        # A decoder of its own returns no prompt.
-        new_tokens = output[0] if self.model_kind.name == "seq2seq" else output[0, tokens.shape[1] :]
-        is_cut = config.max_new_tokens < choices.max_new_tokens and len(new_tokens) == config.max_new_tokens
-        num_positions = max_positions(self.model.config) if is_cut else None
+        new_tokens = output[0]
+        if self.model_kind.name != "seq2seq":  # a separate decoder returns no prompt
+            new_tokens = new_tokens[tokens.shape[1] :]
+        num_positions = None
+        if config.max_new_tokens < choices.max_new_tokens and len(new_tokens) == config.max_new_tokens:
+            num_positions = max_positions(self.model.config)
         seconds, bytes_read = time.perf_counter() - begin, self.stream.bytes_read - first
         return GeneratedTokens(new_tokens.tolist(), seconds, bytes_read, num_positions)
 
     def _generate(self, tokens: torch.Tensor, config: GenerationConfig, show: Callable[[str], None]) -> torch.Tensor:
         model: Any = self.model
-        watched = [model, model.get_encoder()] if self.model_kind.name == "seq2seq" else [model]
+        watched = [model]
+        if self.model_kind.name == "seq2seq":  # `generate` calls the encoder itself
+            watched.append(model.get_encoder())
         with self.stream.watching(watched):
             return model.generate(
                 tokens,
@@ -194,13 +199,16 @@ class Sampler:
         config.num_beams = 1
         config.max_length = None
         config.max_new_tokens = choices.max_new_tokens
-        limit = max_positions(self.model.config) if self.model_kind.name == "causal" else None
+        limit = None
+        if self.model_kind.name == "causal":  # the encoder's positions for the prompt are separate
+            limit = max_positions(self.model.config)
         if limit is not None:
             if num_tokens >= limit:
                 raise ConfigError(
                     f"the prompt has {counted(num_tokens, 'token')}, but the model has positions for only {limit}."
                 )
             config.max_new_tokens = min(choices.max_new_tokens, limit - num_tokens)
+        # Any of these asks for sampling, also where the model's own configuration is greedy.
         options = {"temperature": choices.temperature, "top_p": choices.top_p, "top_k": choices.top_k}
         options = {key: value for key, value in options.items() if value is not None}
         if options:
@@ -261,5 +269,8 @@ def free_memory(accelerator: Accelerator | None) -> int:
 
     This room is a tenth, at least 1 GiB.
     """
-    free = memory().get("available_bytes", 0) if accelerator is None else accelerator.free_bytes
-    return max(0, int(free) - max(_LEAST_MARGIN_BYTES, int(free) // 10))
+    if accelerator is None:
+        free = memory().get("available_bytes", 0)
+    else:
+        free = accelerator.free_bytes
+    return max(0, free - max(_LEAST_MARGIN_BYTES, free // 10))

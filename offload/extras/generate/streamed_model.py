@@ -87,6 +87,7 @@ class StreamedModel:
         self._infos = _describe(model)
         self._source = source
         self._fused_values: tuple[int, torch.Tensor] | None = None
+        # As in training, but without moments: weights alone stream.
         candidates = find_units(model, self._infos)
         regions = build_regions(self._infos, {each.name: each.parameters for each in candidates}, [()])
         self.ledger = Ledger("device")
@@ -221,6 +222,7 @@ class StreamedModel:
         assert source is not None, self._infos[index].name
         if not isinstance(source, FusedSource):
             return source.read(begin, end)
+        # Reads of one parameter follow each other, tile by tile.
         if self._fused_values is None or self._fused_values[0] != index:
             self._fused_values = index, source.read(0, math.prod(source.shape))
         return self._fused_values[1][begin:end]

@@ -38,7 +38,7 @@ class DPO(TokenLoss):
 
     def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
         sums, beta = log_probs.sum(1), self._beta
-        ratios = sums - batch["reference"][:, 0]
+        ratios = sums - batch["reference"][:, 0]  # one value a row
         losses = -logsigmoid(beta * _margins(ratios))
         return self._mean(losses, batch, **_reward_metrics(beta * ratios), **_sum_metrics(sums))
 
@@ -64,7 +64,7 @@ class ORPO(TokenLoss):
         if (answers := batch.get("answers")) is not None:
             log_probs, labels = log_probs * answers, labels.masked_fill(answers == 0, IGNORED)
         sums = log_probs.sum(1)
-        means = sums / _num_targets(labels)
+        means = sums / _num_targets(labels)  # over the length, or long answers would be improbable
         # log(p / (1 - p)) from log p alone: p itself underflows for long answers.
         log_odds = _margins(means - _log1mexp(means))
         ratios = logsigmoid(log_odds)

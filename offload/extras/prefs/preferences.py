@@ -52,6 +52,7 @@ class Preferences(Objective):
         if not self._labels_prompt:
             return batch
         labels, is_answer = batch["input_ids"], (batch["labels"] != IGNORED).long()
+        # All tokens of a row become labels, and no padding.
         if "attention_mask" in batch:
             labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
         labels = labels.masked_fill(~has_target(batch["labels"])[:, None], IGNORED)  # empty row on a rank without data

@@ -120,7 +120,7 @@ def add_reference(
     else:
         # Before the first step: the engine has the weights of the reference.
         values = _measure(config, engine, data, comm, say)
-    ends = np.cumsum(list(sizes.values()))[:-1]
+    ends = np.cumsum(list(sizes.values()))[:-1]  # of all sets but the last
     by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
     return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes()}
 
@@ -131,7 +131,9 @@ def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     Raises ConfigError if the row count differs.
     """
     file = next((folder / REFERENCE for folder in folders if (folder / REFERENCE).is_file()), None)
-    values = np.zeros(0, np.float32) if file is None else np.fromfile(file, "<f4")
+    values = np.zeros(0, np.float32)
+    if file is not None:
+        values = np.fromfile(file, "<f4")
     if len(values) != num_rows:
         raise ConfigError(
             f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
@@ -240,6 +242,7 @@ def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
     batches = data.pad_id, data.batch_size, type(data.batching).__name__
     machine = describe_environment(), torch.get_float32_matmul_precision()
     own = describe_settings(config), describe_model(engine.model)
+    # Any edit of the code counts: nobody can tell harmless edits from others.
     code = code_hash(), class_hash({type(module) for module in engine.model.modules()})
     return hash_text(
         repr((*own, engine.weights_mark(whole=True), _Description().of([passes, rows, batches, machine, code])))
@@ -285,7 +288,9 @@ class _Description:
             return name
         if not hasattr(value, "__dict__") and not isinstance(value, list | tuple | dict | set | frozenset):
             # The default text of an object has an address, another one in each process.
-            return repr(value) if any("__repr__" in vars(each) for each in value_class.__mro__[:-1]) else name
+            if any("__repr__" in vars(each) for each in value_class.__mro__[:-1]):
+                return repr(value)
+            return name
         if id(value) in self._seen:
             return self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value

@@ -100,18 +100,20 @@ class Factored(UpdateRule):
     # -- the update ------------------------------------------------------------------------------------------
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        is_matrix = len(by.shape) >= 2
-        # a vector is a matrix with one column
-        pieces = list(_pieces_of(by.shape if is_matrix else (gradients.numel(), 1)))
+        shape, learn = by.shape, self._learn_factors
+        if len(shape) < 2:  # a vector is a matrix with one column
+            shape, learn = (gradients.numel(), 1), self._learn_elements
+        pieces = list(_pieces_of(shape))
 
         def gradient(piece: _MatrixPiece) -> torch.Tensor:
             gradient_piece = gradients[piece.span].float()
-            return (gradient_piece if by.scale == 1.0 else gradient_piece * by.scale).view(piece.shape)
+            if by.scale != 1.0:  # without clipping a product would only copy
+                gradient_piece = gradient_piece * by.scale
+            return gradient_piece.view(piece.shape)
 
         size = _zero(gradients)
         for piece in pieces:
             size += _fold(master_piece(states, piece.span).double().square_(), 0)
-        learn = self._learn_factors if is_matrix else self._learn_elements
         inverse_root = learn(states, by, pieces, gradient)
         length = _zero(gradients)
         for piece in pieces:
@@ -229,7 +231,9 @@ class Adafactor(Factored):
 
     @property
     def _eps(self) -> float:
-        return torch.finfo(torch.float32).eps if self.eps[0] is None else self.eps[0]
+        if self.eps[0] is None:
+            return torch.finfo(torch.float32).eps
+        return self.eps[0]
 
     def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         return (rows * columns).div_(mean.clamp(min=self._eps)).clamp_(min=self._eps**2).rsqrt_()

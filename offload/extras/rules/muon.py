@@ -53,6 +53,7 @@ class Muon(UpdateRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("momentum", self.momentum)
+        # Another Muon has no rule for these either; a rule without gradients trains by another method.
         if isinstance(self.rest, Muon) or not self.rest.has_gradients:
             raise ConfigError(
                 f"Muon's rest is {self.rest!r}; it must be an update rule for parameters that are no matrices, such as "
@@ -99,21 +100,26 @@ class Muon(UpdateRule):
         memory = by.workspace
         if memory is None:
             memory = torch.empty(self.workspace_bytes(by.shape), dtype=torch.uint8, device=gradients.device)
-        work, end = [], 0
+        work, end = [], 0  # parts of one planned buffer
         for size in _sizes(rows, columns):
             work.append(memory[end : end + 2 * size].view(torch.bfloat16))
             end += align(2 * size, _ALIGNMENT)
-        matches = self.adjust_lr_fn == "match_rms_adamw"
-        adjusted = by.lr * (0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, rows / columns)))
+        factor = math.sqrt(max(1, rows / columns))
+        if self.adjust_lr_fn == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        adjusted = by.lr * factor
         step = max(1, PIECE // columns)
         for matrix in range(0, gradients.numel(), rows * columns):
             for begin in range(matrix, matrix + rows * columns, PIECE):
                 piece = slice(begin, min(begin + PIECE, matrix + rows * columns))
                 gradient = gradients[piece].float()
-                gradient = gradient if by.scale == 1.0 else gradient * by.scale
+                if by.scale != 1.0:
+                    gradient = gradient * by.scale
                 # torch's operations in torch's order, for its bits.
                 momentum = states["momentum_buffer"][piece].lerp_(gradient, 1 - self.momentum)
-                change = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+                change = momentum
+                if self.nesterov:
+                    change = gradient.lerp(momentum, self.momentum)
                 work[0][begin - matrix : piece.stop - matrix].copy_(change.bfloat16())
             orthogonal = self._orthogonalised(rows, columns, work)
             for row in range(0, rows, step):
@@ -134,8 +140,8 @@ class Muon(UpdateRule):
         is_tall = rows > columns
         short, long = min(rows, columns), max(rows, columns)
         momentum = first.view(rows, columns)
-        # The Gram matrix then has the smaller side.
-        momentum = momentum.T if is_tall else momentum
+        if is_tall:  # the Gram matrix then has the smaller side
+            momentum = momentum.T
         momentum.div_(momentum.norm().clamp(min=self.eps))
         gram, update = gram.view(short, short), update.view(short, short)
         a, b, c = self.ns_coefficients
@@ -146,7 +152,9 @@ class Muon(UpdateRule):
             torch.addmm(momentum, update, momentum, beta=a, out=target)
             momentum = target
             first, second = second, first  # so the next step writes over the matrix before
-        return momentum.T if is_tall else momentum
+        if is_tall:
+            return momentum.T
+        return momentum
 
 
 def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:

@@ -15,7 +15,9 @@ PIECE = 1 << 20
 def master_piece(states: Mapping[str, torch.Tensor], piece: slice) -> torch.Tensor:
     """Return master weights in fp32: the weights plane, or both 16-bit halves joined."""
     weights = states["weights"][piece]
-    return kernels.join(weights, states["low"][piece]) if "low" in states else weights
+    if "low" in states:
+        return kernels.join(weights, states["low"][piece])
+    return weights
 
 
 def put_piece(states: Mapping[str, torch.Tensor], piece: slice, weights: torch.Tensor) -> torch.Tensor:
@@ -27,4 +29,6 @@ def put_piece(states: Mapping[str, torch.Tensor], piece: slice, weights: torch.T
 
 def count_of(num_wrong: torch.Tensor) -> int | torch.Tensor:
     """Return a count as `update` does: an int on the CPU; on an accelerator the tensor, to avoid a synchronization."""
-    return int(num_wrong) if num_wrong.is_cpu else num_wrong
+    if num_wrong.is_cpu:
+        return int(num_wrong)
+    return num_wrong
