@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.alone import main_of
-from offload.app.config.command_line import run_command
+from benchmarks import harness
 from offload.errors import ConfigError
 from offload.extras.tools.benches.report import Result, spread
 from offload.native import kernels
 from offload.sizes import parse_size
 
 SUMMARY = "updates on the CPU against the memory roofline, torch, DeepSpeed and 8-bit AdamW"
+QUICK = {"n": "64Ki", "reps": 1, "threads": [1]}
 STEP = 100
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -85,13 +85,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     for num_threads in threads:
         contenders = [contender for group in groups for contender in group] + [clipped(n, chain), *others]
         torch.set_num_threads(num_threads)
-        for round_number in range(arguments.reps + 1):
-            for contender in contenders:
-                if round_number == 0:
-                    contender.run(num_threads)  # page faults, just-in-time builds, thread starts
-                    contender.seconds, contender.cpu_seconds = [], []
-                else:
-                    contender.measure(num_threads)
+        for contender in contenders:
+            contender.run(num_threads)  # page faults, just-in-time builds, thread starts
+            contender.seconds.clear()
+            contender.cpu_seconds.clear()
+        for _, contender in harness.turns(contenders, arguments.reps):
+            contender.measure(num_threads)
         results += summarise(contenders, n, num_threads)
     return results
 
@@ -335,4 +334,4 @@ def _median(one: Contender, other: Contender, threads: int, ratio: bool = False)
 
 
 if __name__ == "__main__":
-    run_command(main_of(sys.modules[__name__]))
+    harness.begin(sys.modules[__name__])

@@ -11,17 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import main_of
-from offload.app.config.command_line import run_command
+from benchmarks import harness
+from benchmarks.harness import Key
 from offload.errors import ConfigError, shorten
 from offload.extras.tools.benches.report import format_value, print_table, spread
 
 SUMMARY = "two files of results"
 LEAST_SPREAD = 0.02
 """Minimum spread, also used for results without spread or with a single measurement."""
-_LARGER_IS_BETTER = ("/s",)
 _CONDITIONS = ("machine", "versions")
-Key = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,20 +137,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _by_key(results: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    return {(each.get("benchmark", ""), each["name"], str(each.get("threads", ""))): each for each in results}
+    return {harness.key(each): each for each in results}
 
 
 def _pair(key: Key, before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair:
     if before["unit"] != after["unit"]:
         raise ConfigError(f"{key[1]} is in {before['unit']} in one file and in {after['unit']} in the other.")
     before_value, after_value = float(before["value"]), float(after["value"])
-    better, worse = (
-        (after_value, before_value) if str(before["unit"]).endswith(_LARGER_IS_BETTER) else (before_value, after_value)
-    )
-    ratio = better / worse if worse else math.inf if better else 1.0
-    return Pair(
-        _title(key), before["unit"], before_value, after_value, ratio, max(_spread_of(before), _spread_of(after))
-    )
+    better, worse = before_value, after_value
+    if harness.is_rate(before["unit"]):
+        better, worse = worse, better
+    if worse:
+        ratio = better / worse
+    else:
+        ratio = math.inf if better else 1.0
+    wider = max(_spread_of(before), _spread_of(after))
+    return Pair(_title(key), before["unit"], before_value, after_value, ratio, wider)
 
 
 def _spread_of(result: Mapping[str, Any]) -> float:
@@ -177,4 +177,4 @@ def _title(key: Key) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main_of(sys.modules[__name__]))
+    harness.begin(sys.modules[__name__])

@@ -4,11 +4,10 @@ python -m benchmarks.fit_grid              # plans what fit.json lacks: an hour 
 python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
 
 Each model and method goes to fit.partial.json at once, and the next run continues from there. The whole grid is the
-result. A new card is planned beside the cards of the file. `--models`, `--cards`, `--counts` and `--hosts` choose a
-part of the grid. `--workers` counts processes.
+result: `--models` and `--cards` choose a part to plan, beside the plans of the file. `--workers` counts processes.
 
 Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
-`benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
+`benchmarks/plan_tables.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
 the system. A plan with a disk is made only where the plan without one does not fit. The plan of the largest host serves
 every smaller host that has room for it. The shapes of the models are presets (`offload/app/config/presets.py`).
 """
@@ -19,16 +18,18 @@ import argparse
 import functools
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan_models import SETTINGS
+from benchmarks import harness
+from benchmarks.plan_tables import SETTINGS, SYSTEM_GIB
+from offload.app.config.command_line import say
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
@@ -38,13 +39,11 @@ from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "fit.json"
+SUMMARY = "the plans behind the page about which models fit"
+RESULT = harness.RESULTS / "fit.json"
 PARTIAL = RESULT.with_name("fit.partial.json")
 COMMAND = "python -m benchmarks.fit_grid"
 GIB = 1 << 30
-SYSTEM_GIB = 4
-"""Host memory left to the system."""
 MAX_MICRO_ROWS = 4
 HOST_SHARE = 0.95
 """The plan of the largest host is also the plan of a host if it takes at most this share of the host memory."""
@@ -97,38 +96,29 @@ def hosts(card: str, count: int) -> list[int]:
     return [size for size in HOSTS_GIB if count in (1, 8) and 64 * count <= size <= max(1024, 256 * count)]
 
 
-@dataclass
-class Grid:
-    """The sizes of the grid: everything beside models and methods."""
+def points(cards: Sequence[str]) -> Iterator[tuple[str, int, list[int]]]:
+    """Yield cards, numbers of cards, and sizes of host memory."""
+    for card in cards:
+        for count in COUNTS:
+            if sizes := hosts(card, count):
+                yield card, count, sizes
 
-    cards: tuple[str, ...] = CARDS
-    counts: tuple[int, ...] = COUNTS
-    hosts_gib: tuple[int, ...] = HOSTS_GIB
 
-    def points(self) -> Iterator[tuple[str, int, list[int]]]:
-        """Yield cards, numbers of cards, and sizes of host memory."""
-        for card in self.cards:
-            for count in self.counts:
-                sizes = hosts(card, count)
-                chosen = sizes if card in OWN_HOST else [size for size in sizes if size in self.hosts_gib]
-                if chosen:
-                    yield card, count, chosen
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cards of the result file, with the sizes of the memories in GiB."""
-        cards: dict[str, Any] = {}
-        for card, count, sizes in self.points():
-            hardware = machine(card)
-            about = {
-                "name": hardware.name,
-                "memory_gib": _gib(hardware.device_bytes or 0),
-                "device_gib": _gib(budget(card)),
-                "disk_gib": round((hardware.disk_bytes or 0) / GIB),
-                "shares_memory": hardware.shares_memory,
-                "hosts_gib": {},
-            }
-            cards.setdefault(card, about)["hosts_gib"][str(count)] = sizes
-        return cards
+def described() -> dict[str, Any]:
+    """Return the cards of the result file, with the sizes of the memories in GiB."""
+    cards: dict[str, Any] = {}
+    for card, count, sizes in points(CARDS):
+        hardware = machine(card)
+        about = {
+            "name": hardware.name,
+            "memory_gib": _gib(hardware.device_bytes or 0),
+            "device_gib": _gib(budget(card)),
+            "disk_gib": round((hardware.disk_bytes or 0) / GIB),
+            "shares_memory": hardware.shares_memory,
+            "hosts_gib": {},
+        }
+        cards.setdefault(card, about)["hosts_gib"][str(count)] = sizes
+    return cards
 
 
 def flags(method: str, rows: int, count: int, has_disk: bool) -> dict[str, Any]:
@@ -218,7 +208,7 @@ def _gib(num_bytes: int) -> float:
     return int(size) if size >= 100 or size == int(size) else size
 
 
-def plan_all(name: str, method: str, grid: Grid) -> tuple[dict[str, Any], int, float]:
+def plan_all(name: str, method: str, cards: Sequence[str]) -> tuple[dict[str, Any], int, float]:
     """Return the rows for a model and a method by card and number of cards, the number of plans, and the seconds."""
     import torch
 
@@ -229,14 +219,14 @@ def plan_all(name: str, method: str, grid: Grid) -> tuple[dict[str, Any], int, f
         plans = ModelPlans(name, method, Path(folder))
         found: dict[str, Any] = {"parameters": plans.num_parameters, "cards": {}}
         try:
-            for card, count, sizes in grid.points():
+            for card, count, sizes in points(cards):
                 found["cards"].setdefault(card, {})[str(count)] = plans.rows(card, count, sizes)
         except (CannotPlanError, OffloadError) as error:
             found = {"parameters": found["parameters"], "refusal": str(error).replace(f"{folder}/", "")}
     return found, plans.num_plans, time.process_time() - begin
 
 
-def lacking_cards(found: dict[str, Any] | None, cards: tuple[str, ...]) -> tuple[str, ...]:
+def lacking_cards(found: dict[str, Any] | None, cards: Sequence[str]) -> Sequence[str]:
     """Return the cards without plans for a model and a method: none after a refusal."""
     if found is None:
         return cards
@@ -257,61 +247,60 @@ def written(document: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + ',\n"models": {\n' + ",\n".join(models) + "\n}\n}\n"
 
 
-def header(grid: Grid, words: list[str]) -> dict[str, Any]:
-    """Return the parts of the result file beside the plans."""
-    return {
-        "command": " ".join((COMMAND, *words)),
-        "settings": {method: flags(method, MAX_MICRO_ROWS, 1, False) for method in METHODS},
-        "system_gib": SYSTEM_GIB,
-        "cards": grid.to_dict(),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
-    parser.add_argument("--cards", default=",".join(CARDS), help="names, with commas between them")
-    parser.add_argument("--hosts", default=",".join(map(str, HOSTS_GIB)), help="GiB, with commas between them")
-    parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of cards, with commas")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
+    parser.add_argument("--cards", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--again", action="store_true", help="plan everything again")
-    said = parser.parse_args()
-    counts, sizes = (tuple(map(int, each.split(","))) for each in (said.counts, said.hosts))
-    grid = Grid(tuple(said.cards.split(",")), counts, sizes)
-    chosen = {"cards": (said.cards, grid.cards == CARDS), "counts": (said.counts, counts == COUNTS)}
-    chosen["hosts"] = said.hosts, sizes == HOSTS_GIB
-    words = [f"--{name} {value}" for name, (value, is_whole) in chosen.items() if not is_whole]
-    document = header(grid, words) | {"models": {}}
-    for path in (PARTIAL, RESULT):
-        before = json.loads(path.read_text()) if path.is_file() and not said.again else {}
-        if before.get("command") == document["command"]:
-            document["models"] = before["models"]
-            break
+    parser.add_argument("--again", action="store_true", help="plan the models again on the cards")
+
+
+def run(arguments: argparse.Namespace) -> harness.Page:
+    """Plan the missing points of the models and cards; write the result file once the whole grid is there."""
+    document = begun(arguments)
+    planned = document["models"]
     missing = {
         (name, method): lacking
-        for name in said.models.split(",")
+        for name in arguments.models
         for method in METHODS
-        if (lacking := lacking_cards(document["models"].get(name, {}).get(method), grid.cards))
+        if (lacking := lacking_cards(planned.get(name, {}).get(method), arguments.cards))
     }
-    with ProcessPoolExecutor(said.workers, mp_context=get_context("spawn")) as pool:
-        tasks = {pool.submit(plan_all, *key, replace(grid, cards=lacking)): key for key, lacking in missing.items()}
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        tasks = {pool.submit(plan_all, *key, lacking): key for key, lacking in missing.items()}
         for number, task in enumerate(as_completed(tasks), start=1):
             name, method = tasks[task]
             try:
                 found, num_plans, seconds = task.result()
             except Exception as error:  # the next run tries it again
-                print(f"{number} of {len(tasks)}: {name}, {method}: {error!r}", flush=True)
+                say(f"{number} of {len(tasks)}: {name}, {method}: {error!r}")
                 continue
-            methods = document["models"].setdefault(name, {})
-            planned = methods.get(method, {}).get("cards", {}) | found.get("cards", {})
-            methods[method] = found | {"cards": {card: planned[card] for card in CARDS if card in planned}}
+            methods = planned.setdefault(name, {})
+            cards = methods.get(method, {}).get("cards", {}) | found.get("cards", {})
+            methods[method] = found | {"cards": {card: cards[card] for card in CARDS if card in cards}}
             PARTIAL.write_text(written(document))
-            print(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU", flush=True)
-    models = [document["models"].get(name, {}) for name in said.models.split(",")]
-    if not any(lacking_cards(plans.get(method), grid.cards) for plans in models for method in METHODS):
-        RESULT.write_text(written(document))
-        PARTIAL.unlink(missing_ok=True)
+            say(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU")
+    if any(lacking_cards(planned.get(name, {}).get(method), CARDS) for name in MODELS for method in METHODS):
+        return harness.Page(f"plans are missing; {PARTIAL.name} has the others", document)
+    RESULT.write_text(written(document))
+    PARTIAL.unlink(missing_ok=True)
+    return harness.Page(f"{RESULT.name} is complete", document)
+
+
+def begun(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the result file so far, without the plans to make again."""
+    before = json.loads((PARTIAL if PARTIAL.is_file() else RESULT).read_text())["models"]
+    for name in arguments.models if arguments.again else ():
+        for plans in before.get(name, {}).values():
+            plans.pop("refusal", None)
+            plans["cards"] = {card: rows for card, rows in plans["cards"].items() if card not in arguments.cards}
+    return {
+        "command": COMMAND,
+        "settings": {method: flags(method, MAX_MICRO_ROWS, 1, False) for method in METHODS},
+        "system_gib": SYSTEM_GIB,
+        "cards": described(),
+        "models": before,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.begin(sys.modules[__name__])

@@ -27,8 +27,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from benchmarks import harness
 from offload.errors import OffloadError
-from offload.extras.tools.benches.report import Result, machine, versions
+from offload.extras.tools.benches.report import Result
 
 FIRST = (
     "build",
@@ -58,8 +59,6 @@ COMPARED_LIMITS_S = {"compared-3b": 320, "compared-8b": 380}
 GROUPS = {"lease": LEASE_LIMITS_S, "lease-compared": COMPARED_LIMITS_S}
 LIMITS_S = LEASE_LIMITS_S | COMPARED_LIMITS_S
 PARTS = (*OWN, *LIMITS_S)
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 SKIPPED = 77
 LIMIT_S, DRY_LIMIT_S = 530, 120
 MARGIN_S = 60
@@ -95,7 +94,8 @@ def main(words: list[str]) -> int:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     device = gpu_name()
     is_dry = arguments.dry_run or device is None
-    out = arguments.out or (ROOT / "build" / "gpu-check.json" if is_dry else RESULTS / f"gpu-{slug(device)}.json")
+    own_out = harness.ROOT / "build" / "gpu-check.json" if is_dry else harness.RESULTS / f"gpu-{slug(device)}.json"
+    out = arguments.out or own_out
     if arguments.inside:
         return run_inside(parts[0], is_dry, arguments.limit, out)
     print(
@@ -140,7 +140,7 @@ def slug(name: str) -> str:
 def run_part(name: str, words: list[str], limit_s: float, out: Path) -> tuple[str, float, str]:
     """Run a part in a separate process group; return outcome, seconds and one line."""
     begin = time.monotonic()
-    process = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(words, cwd=harness.ROOT, start_new_session=True)
     try:
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -185,16 +185,14 @@ def store(out: Path, part: str, results: list[Result] | None = None, **outcome: 
         found |= this_machine()
         others = [result for result in found["results"] if result["part"] != part]
         found["results"] = others + [result.fields() | {"part": part} for result in results]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_suffix(".new")
-    new.write_text(json.dumps(found, indent=2) + "\n")
-    new.replace(out)
+    harness.write(out, found)
 
 
 @cache
 def this_machine() -> dict[str, Any]:
-    """Return machine and versions."""
-    return {"machine": machine() | {"gpu": gpu_name()}, "versions": versions()}
+    """Return what the file says about the last run, with the GPU."""
+    of_run = harness.head("make gpu-check")
+    return of_run | {"machine": of_run["machine"] | {"gpu": gpu_name()}}
 
 
 # -- a part from inside --------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks import lanes
+from benchmarks import harness, lanes
 from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.engine.units.runner import RunAhead
@@ -39,7 +38,6 @@ from offload.extras.tools.benches import step as step_bench
 from offload.extras.tools.benches.report import Result
 from offload.machine.limits import memory
 
-ROOT = Path(__file__).parents[1]
 SEQUENCE, SHORT = 4096, 64
 """Tokens in a row; the second value is for parts that do not measure speed."""
 DRY_SCALE = 64
@@ -161,6 +159,14 @@ class Check:
 
         return model, fill
 
+    def model_in_bf16(self, **shape: Any) -> tuple[Any, Callable[[str, Any], None]]:
+        """Return `model` with fresh weights in bf16: half the bytes."""
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return self.model(**shape)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
     def batches(self, tokens: int, vocabulary: int) -> Iterator[dict[str, Any]]:
         """Yield endless batches of `tokens` tokens, in rows of SEQUENCE."""
         length, generator = self.scaled(SEQUENCE), torch.Generator().manual_seed(1)
@@ -196,7 +202,9 @@ def tests(check: Check) -> str:
         words += ["-n", str(min(8, max(2, (os.cpu_count() or 2) // 2))), "--dist", "loadfile"]
     begin = time.monotonic()
     lines = []
-    with subprocess.Popen([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", *words], cwd=harness.ROOT, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             print(line, end="", flush=True)
@@ -220,7 +228,9 @@ def sanitizer(check: Check) -> str:
     code = "from benchmarks.gpu_parts import *; print(watched(Check(False, 1e9, print)))"
     words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
     limit_s = max(1.0, check.left_s)
-    done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=limit_s, check=False)
+    done = subprocess.run(
+        words, cwd=harness.ROOT, env=alone, capture_output=True, text=True, timeout=limit_s, check=False
+    )
     print(done.stdout[-4000:], done.stderr[-4000:])
     if done.returncode:
         raise RuntimeError(f"compute-sanitizer ended with {done.returncode}: {done.stdout.strip()[-300:]}")

@@ -7,8 +7,6 @@ and starts each operation as soon as the rules permit:
   latest next use first), but never a unit needed earlier than the fetched one. Weights are dead after the unit's
   backward, and the next fetch waits for the update.
 - A backward needs a gradient buffer from the start until the gradient's D2H copy ends. Gradients are copied in order.
-- States updated on the device are copied in tiles to the device (h2d) and back (d2h), in order. A tile is updated after
-  its h2d copy. A unit is updated after the last d2h tile.
 - An update needs its gradient on the host. In mode `deferred`, and for a correction, the update also needs the last
   gradient of the step, for the norm. In mode `speculative` a unit is fetched again only after the decision on its
   correction.
@@ -26,27 +24,21 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 LANES = ("compute", "d2h", "update", "h2d")
-NUM_TILES = 4
-"""State tiles of a unit in flight."""
 MODES = ("none", "deferred", "speculative")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Time to move and update a unit. `size` is the share of the capacity: bytes, or 1 for a slot. `up_s`, `down_s`:
-    seconds to copy states and gradients to the device for an update or a correction, and back.
-    """
+    """Time to move and update a unit. `size` is the share of the capacity: bytes, or 1 for a slot."""
 
     size: float
     fetch_s: float = 0.0
     land_s: float = 0.0
     update_s: float = 0.0
     correct_s: float = 0.0
-    up_s: float = 0.0
-    down_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,11 +66,6 @@ class Work:
     num_gradient_buffers: int = 2
     num_corrected: int = 0
 
-    @property
-    def streams(self) -> bool:
-        """True where states are copied to the device for the update."""
-        return any(unit.up_s or unit.down_s for unit in self.units.values())
-
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}.")
@@ -104,13 +91,11 @@ class Policy:
     lookahead: number of further units to fetch after the current one. skips: when to fetch a later unit while an
     earlier one waits for its update: never, late (after the step's last gradient) or always. updates: order before the
     last gradient: by arrival, by need (the order of the next step), or none (late). After the last gradient: by need.
-    states_first: states in flight for an update have priority over weights and gradients.
     """
 
     lookahead: int
     skips: str = "never"
     updates: str = "landed"
-    states_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,21 +129,8 @@ def ideal(work: Work, num_steps: int = 12, *, as_block: bool = False) -> Ideal:
     most = max(1, sum(size <= work.capacity for size in sizes) - 1)
     skips = ("never", "late", "always") if work.mode == "none" else ("never", "always")
     updates = {"none": ("landed", "need", "late"), "deferred": ("late",), "speculative": ("landed", "need")}[work.mode]
-    policies = itertools.product(range(1, most + 1), skips, updates, (False, True) if work.streams else (False,))
+    policies = itertools.product(range(1, most + 1), skips, updates)
     return min((run(work, Policy(*choice), num_steps) for choice in policies), key=lambda run: run.seconds)
-
-
-def serial_seconds(work: Work) -> float:
-    """Return the seconds of a serial step with one slot: the plain sum."""
-    fetched = [name for name, _ in itertools.groupby(use.unit for use in work.uses if use.unit is not None)]
-    num_corrected = work.num_corrected if work.mode == "speculative" else 0
-    corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][:num_corrected]
-    return math.fsum(
-        [use.seconds for use in work.uses]
-        + [work.units[name].fetch_s for name in fetched]
-        + [unit.land_s + unit.update_s + unit.up_s + unit.down_s for unit in work.units.values()]
-        + [unit.correct_s + unit.up_s + unit.down_s for unit in map(work.units.__getitem__, corrected)]
-    )
 
 
 def simulate(work: Work, policy: Policy, num_steps: int = 12) -> Ideal:
@@ -185,7 +157,6 @@ def _mean(spans: list[Span], begin_s: float, end_s: float, num_steps: int, polic
 
 
 Content = tuple[str, int]  # a unit in one step: its weights or its gradient
-Tile = tuple[str, Content]  # a state tile of a unit, for an update or a correction
 Started = tuple[str, tuple[str | None, int], float]  # action, content, seconds
 
 
@@ -206,11 +177,6 @@ class _Run:
         self.early: list[Content] = []  # updates of this step before the norm was known, in order
         self.updated: set[Content] = set()
         self.owing: list[Content] = []  # corrections to do
-        self.correcting: set[Content] = set()
-        self.rising: deque[Tile] = deque()
-        self.up: deque[Tile] = deque()
-        self.sinking: deque[Tile] = deque()
-        self.num_down: Counter[Tile] = Counter()
         self.effects: dict[str, Callable[[Content], None]] = {
             "fetch": self.held.add,
             "backward": self.leaving.append,
@@ -218,11 +184,6 @@ class _Run:
             "update": self.updated.add,
             "correct": self.owing.remove,
         }
-        if work.streams:
-            finals = {action: self.effects[action] for action in ("update", "correct")}
-            self.effects |= {action: partial(self._sink, action) for action in finals}
-            self.effects["raise"] = lambda _: self.up.append(self.rising.popleft())
-            self.effects["lower"] = lambda content: self._is_down(content, finals)
 
     def until(self, step: int) -> list[Span]:
         """Run until the compute of `step` begins."""
@@ -244,7 +205,7 @@ class _Run:
         return self.now_s
 
     def _start(self) -> None:
-        for lane, start in zip(LANES, (self._compute, self._go_down, self._update, self._go_up), strict=True):
+        for lane, start in zip(LANES, (self._compute, self._land, self._update, self._fetch), strict=True):
             if lane not in self.running and (started := start()):
                 action, content, seconds = started
                 self.running[lane] = Span(lane, action, *content, self.now_s, self.now_s + seconds)
@@ -269,66 +230,26 @@ class _Run:
             return None
         return "backward" if use.is_backward else "forward", (use.unit, step), use.seconds
 
-    def _go_down(self) -> Started | None:
-        if self.policy.states_first:
-            return self._lower() or self._land()
-        return self._land() or self._lower()
-
-    def _go_up(self) -> Started | None:
-        if self.policy.states_first:
-            return self._raise() or self._fetch()
-        return self._fetch() or self._raise()
-
     def _land(self) -> Started | None:
         content = self.leaving.popleft() if self.leaving else None
         return ("land", content, self.work.units[content[0]].land_s) if content else None
 
-    def _lower(self) -> Started | None:
-        content = self.sinking[0][1] if self.sinking else None
-        return ("lower", content, self.work.units[content[0]].down_s / NUM_TILES) if content else None
-
-    def _raise(self) -> Started | None:
-        if self.work.streams and not self.rising and (found := self._next_update()):
-            self.rising.extend([found] * NUM_TILES)
-        content = self.rising[0][1] if self.rising else None
-        return ("raise", content, self.work.units[content[0]].up_s / NUM_TILES) if content else None
-
     def _update(self) -> Started | None:
-        found = (self.up.popleft() if self.up else None) if self.work.streams else self._next_update()
-        if found is None:
-            return None
-        action, content = found
-        unit = self.work.units[content[0]]
-        seconds = unit.correct_s if action == "correct" else unit.update_s
-        return action, content, seconds / NUM_TILES if self.work.streams else seconds
-
-    def _sink(self, action: str, content: Content) -> None:
-        """Note an updated tile."""
-        self.sinking.append((action, content))
-
-    def _is_down(self, content: Content, finals: Mapping[str, Callable[[Content], None]]) -> None:
-        """Note a tile copied back; with the last tile the unit is updated or corrected."""
-        tile = self.sinking.popleft()
-        self.num_down[tile] += 1
-        if self.num_down[tile] == NUM_TILES:
-            finals[tile[0]](content)
-
-    def _next_update(self) -> Tile | None:
         is_late = self.work.mode == "deferred" or self.policy.updates == "late"
-        owing = [c for c in self.owing if c in self.updated and c not in self.correcting]
+        owing = [c for c in self.owing if c in self.updated]
         ready = owing + [c for c in self.landed if not is_late or self._norm_is_known(c[1])]
         if not ready:
             return None
         if self.policy.updates == "need" or self._norm_is_known(ready[0][1]):
             ready.sort(key=lambda content: self.work.places[content[0]][0])
         content = ready[0]
+        unit = self.work.units[content[0]]
         if content in owing:
-            self.correcting.add(content)
-            return "correct", content
+            return "correct", content, unit.correct_s
         self.landed.remove(content)
         if self.work.mode == "speculative" and not self._norm_is_known(content[1]):
             self.early.append(content)
-        return "update", content
+        return "update", content, unit.update_s
 
     def _fetch(self) -> Started | None:
         seen: dict[str, int] = {}

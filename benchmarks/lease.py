@@ -275,11 +275,7 @@ def steady(
     notes, shape = [], MODELS[name]
     for mode in compiles:
         label, begin = f"{name}, compile {mode}", time.perf_counter()
-        torch.set_default_dtype(torch.bfloat16)  # fresh weights only: half the bytes
-        try:
-            model, fill = check.model(**shape)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        model, fill = check.model_in_bf16(**shape)
         check.add(Result(f"{label}, model built", time.perf_counter() - begin, "s"))
         compiles = mode.replace("auto", "always")  # stored results have this name; the simulated device needs always
         settings = {"micro_batch_size": MICRO_ROWS, "recompute": "auto", "compile": compiles}

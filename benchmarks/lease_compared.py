@@ -109,7 +109,7 @@ def rate(check: Check, step: Step, settle: Settle, label: str, tokens: int) -> f
 @contextmanager
 def engine(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settle]]:
     """Yield steps of the engine with its defaults, states on the host."""
-    model, fill = in_bf16(check, shape)
+    model, fill = check.model_in_bf16(**shape)
     settings: dict[str, Any] = {"placement": Placement(parameters="cpu", optimizer="cpu"), "recompute": "auto"}
     compiles = "always" if check.is_dry else "auto"  # the simulated device compiles only if told
     settings |= {"micro_batch_size": MICRO_ROWS, "max_grad_norm": MAX_NORM, "compile": compiles}
@@ -129,7 +129,7 @@ def deepspeed(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Se
     os.environ |= alone() | {"DS_ACCELERATOR": device.type}
     import deepspeed as library
 
-    model, fill = in_bf16(check, shape)
+    model, fill = check.model_in_bf16(**shape)
     fill("", model)
     model.gradient_checkpointing_enable()
     offload = {"device": "cpu", "pin_memory": not check.is_dry}
@@ -195,15 +195,6 @@ def fsdp2(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settle
             return optimizer.zero_grad(set_to_none=True)
 
         yield step, do_nothing
-
-
-def in_bf16(check: Check, shape: Mapping[str, Any]) -> tuple[Any, Callable[[str, Any], None]]:
-    """Return a model in bf16 and a function to fill it, see `Check.model`."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return check.model(**shape)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def rival_device(check: Check) -> torch.device:

@@ -5,14 +5,13 @@ accelerator works on threads that are not counted.
 Every figure is a slope: the difference between a step of DEEP and SHALLOW layers, by layer. Plain PyTorch has the same
 model on the device and runs equal passes: forward, backward, and with recomputation another forward without a graph.
 
-OMP_NUM_THREADS=1 python -m benchmarks.overhead > benchmarks/results/overhead.json
+OMP_NUM_THREADS=1 python -m benchmarks.overhead --out benchmarks/results/overhead.json
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import threading
 import time
@@ -27,17 +26,19 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import harness
 from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.call import Router, UnitCall
 from offload.engine.units.unit import Unit
-from offload.extras.tools.benches.report import machine, versions
+from offload.extras.tools.benches.report import Result
 from offload.planning.memory import SLOT
 from tests import accelerator
 from tests.engine.inside import parts_of
 
+SUMMARY = "the host's work for a unit and step beyond plain PyTorch, on the simulated accelerator"
+QUICK = {"cases": ["recompute"], "steps": 3}
 SHALLOW, DEEP = 8, 24
-NUM_STEPS = 31
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # engine settings, and placement settings
     "recompute": ({}, {}),
     "kept graphs": ({"recompute": "never"}, {}),
@@ -270,7 +271,7 @@ class OwnTime:
         thread.since = now
 
 
-def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
+def cpu_of(sim: Any, own: OwnTime, case: str, num_steps: int) -> dict[str, float]:
     """Return CPU milliseconds for each unit and step: medians of steps without compute."""
     found: dict[int, dict[str, float]] = {}
     for depth in (DEEP, SHALLOW):
@@ -279,7 +280,7 @@ def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
                 step()
             sim.set_computing(False)
             times = []
-            for _ in range(NUM_STEPS):
+            for _ in range(num_steps):
                 before, own.seconds = cpu_seconds(), 0.0
                 step()
                 lanes = {name: now - before[name] for name, now in cpu_seconds().items() if name not in COMPUTE}
@@ -289,36 +290,41 @@ def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
     return slope(found[DEEP], found[SHALLOW])
 
 
-def show_calls(sim: Any, case: str, kind: str) -> None:
-    """Print the calls of an engine step by function, for each layer."""
-    (_, deep), (_, shallow), (_, p_deep), (_, p_shallow) = (
-        counts_of(sim, steps, case, depth) for steps in (engine_steps, plain_steps) for depth in (DEEP, SHALLOW)
-    )
-    ours, plain = (slope(getattr(a, kind), getattr(b, kind)) for a, b in ((deep, shallow), (p_deep, p_shallow)))
-    for key, number in sorted(ours.items(), key=lambda item: -item[1]):
-        if number - plain.get(key, 0) > 0.5:
-            print(f"{number - plain.get(key, 0):7.1f}  {key[0]:22} {key[1]}")
+def calls_by_function(sim: Any, case: str, kind: str) -> list[Result]:
+    """Return the calls of an engine step by function, for each layer."""
+    counts = []
+    for steps in (engine_steps, plain_steps):
+        deep, shallow = (getattr(counts_of(sim, steps, case, depth)[1], kind) for depth in (DEEP, SHALLOW))
+        counts.append(slope(deep, shallow))
+    ours, plain = counts
+    added = {place: number - plain.get(place, 0) for place, number in ours.items()}
+    most = sorted(added.items(), key=lambda item: -item[1])
+    return [Result(" ".join(place), number, "calls") for place, number in most if number > 0.5]
 
 
-def main() -> None:
-    """Print one JSON, or with --functions a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--functions", choices=("python", "c"), help="print the calls of a case by function instead")
-    parser.add_argument("--case", choices=CASES, default="recompute", help="of --functions")
-    words = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=31, help="for the CPU times (default %(default)s)")
+    parser.add_argument("--functions", choices=("python", "c"), help="the calls of the first case by function instead")
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Return counts and CPU times by case."""
     sim = accelerator.load(num_devices=1)
     sim.enter(0)
-    if words.functions:
-        show_calls(sim, words.case, words.functions)
-        return
-    found: dict[str, dict[str, Any]] = {}
-    for case in CASES:
-        found[case] = {"added": added_counts(sim, case)}
-    own = OwnTime()
-    for case in CASES:
-        found[case]["own_cpu_ms"] = cpu_of(sim, own, case)
-    print(json.dumps({"per_unit_and_step": found, "machine": machine(), "versions": versions()}, indent=2))
+    if arguments.functions:
+        return calls_by_function(sim, arguments.cases[0], arguments.functions)
+    results = []
+    for case in arguments.cases:
+        counts = added_counts(sim, case)
+        results += [Result(f"{case}: {name}", number, "a unit") for name, number in counts.items()]
+    own = OwnTime()  # changes the engine's classes: after all counts
+    for case in arguments.cases:
+        times = cpu_of(sim, own, case, arguments.steps)
+        results += [Result(f"{case}: CPU time, {name}", ms, "ms a unit") for name, ms in times.items()]
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.begin(sys.modules[__name__])

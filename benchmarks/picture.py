@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 from offload.errors import DiskError, errno_text
 
@@ -43,8 +44,8 @@ def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name:
     make_folder(stem)
     written = []
     for suffix, theme in (("", _LIGHT), ("-dark", _DARK)):
-        with _theme({**_FONTS, **theme}):
-            file = stem.with_name(f"{stem.name}{suffix}.svg")
+        file = stem.with_name(f"{stem.name}{suffix}.svg")
+        with mock.patch.multiple("leather.theme", **_FONTS, **theme):  # leather has one theme for the process
             text = _chart(title, lines, x_name, y_name)
         try:
             file.write_text(text, encoding="utf-8")
@@ -90,18 +91,3 @@ def _short(value: float) -> str:
         if value >= size and value % size == 0:
             return f"{value / size:g}{unit}"
     return f"{value:,.0f}" if value >= 10 else f"{value:g}"
-
-
-@contextmanager
-def _theme(values: Mapping[str, str]) -> Iterator[None]:
-    """Set fonts and colors in the global leather theme in this context."""
-    import leather.theme as theme
-
-    before = {name: getattr(theme, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(theme, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(theme, name, value)

@@ -1,6 +1,6 @@
 """Plans against engines: forecast and measured memory and step times, for the table in benchmarks/results/plan.md.
 
-python -m benchmarks.plan_against_actual     # a quarter of an hour; writes benchmarks/results/plan.json and plan.md
+python -m benchmarks.plan_against_actual --out benchmarks/results/plan.json > benchmarks/results/plan.md   # 15 minutes
 
 benchmarks/plan_memory.py compares bytes, benchmarks/step_times.py compares step times, all on one thread.
 """
@@ -8,7 +8,6 @@ benchmarks/plan_memory.py compares bytes, benchmarks/step_times.py compares step
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -22,12 +21,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks import plan_memory, step_times
+from benchmarks import harness, plan_memory, step_times
+from offload.app.config.command_line import say
 from offload.extras.plan.probe import probe
-from offload.extras.tools.benches.report import machine, versions
 from offload.native import kernels
 
-RESULTS = Path(__file__).parent / "results"
+SUMMARY = "plans against engines: memory and step times"
+QUICK = {"only": ["llama 1M rule=lomo", "no clipping"]}
 MOST_ALLOCATED, MOST_HELD, MOST_TIME, MOST_MEDIAN_TIME = 0.02, 0.1, 0.2, 0.1
 """Bounds for the relative error: of an allocation, of memory that waits or is held by operations, of a step on
 throttled links, and of the median step.
@@ -36,25 +36,30 @@ _OF_MEMORY = {"worst_ratio": MOST_ALLOCATED, "waiting_ratio": MOST_HELD, "operat
 _Row = Mapping[str, Any]
 
 
-def run(only: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compare all configurations, or those with one of these parts in the name."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--only", nargs="+", metavar="PART", help="configurations in whose names one of these is")
 
-    def each(cases: Sequence[Any], compare: Callable[[Any], dict[str, Any]], name: Callable[[Any], str]) -> list[_Row]:
-        rows: list[_Row] = []
+
+def run(arguments: argparse.Namespace) -> harness.Page:
+    """Compare all configurations, or the chosen ones, on one thread."""
+    torch.set_num_threads(1)
+    kernels.set_threads(1)
+
+    def rows(cases: Sequence[Any], compare: Callable[[Any], dict[str, Any]]) -> list[_Row]:
+        found: list[_Row] = []
         for case in cases:
-            if only is None or any(part in name(case) for part in only):
-                rows.append(compare(case))
-                print(name(case), file=sys.stderr, flush=True)
-        return rows
+            if arguments.only is None or any(part in str(case) for part in arguments.only):
+                found.append(compare(case))
+                say(str(case))
+        return found
 
     with tempfile.TemporaryDirectory() as folder:
         hardware = probe("cpu", (folder,), refresh=True, cache_dir=Path(folder) / "rates")
-        memory = each(plan_memory.CASES, plan_memory.compare, str)
-        times = each(
-            step_times.CASES, lambda case: step_times.compare(case, folder, hardware), lambda case: str(case.name)
-        )
-    head = {"machine": machine(), "versions": versions(), "rates": asdict(hardware.rates)}
-    return {**head, "memory": memory, "step_times": times}
+        memory = rows(plan_memory.CASES, plan_memory.compare)
+        times = rows(step_times.CASES, lambda case: step_times.compare(case, folder, hardware))
+    found = {"rates": asdict(hardware.rates), "memory": memory, "step_times": times}
+    return harness.Page(document(found), found)
 
 
 def document(found: _Row) -> str:
@@ -64,7 +69,7 @@ def document(found: _Row) -> str:
             "# Plans against engines",
             "",
             "Made by `python -m benchmarks.plan_against_actual`; what is compared, and how, is in",
-            "[the README of the benchmarks](../README.md#plans-against-engines). What was told stands over what was",
+            "[the page of figures](../figures.md#plans-against-engines). What was told stands over what was",
             "held, or taken: above 1 is too much.",
             "",
             *_summary(found),
@@ -143,23 +148,5 @@ def _of_times(rows: Sequence[_Row]) -> Iterator[str]:
         yield f"| {row['case']} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_against_actual", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="configurations in whose names one of these is; nothing is written"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for plan.json and plan.md")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    kernels.set_threads(1)
-    found = run(arguments.only)
-    if arguments.only is not None:
-        print(document(found))
-        return
-    (arguments.out / "plan.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (arguments.out / "plan.md").write_text(document(found), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    harness.begin(sys.modules[__name__])

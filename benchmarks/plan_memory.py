@@ -20,16 +20,15 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-import torch.multiprocessing as processes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from benchmarks import harness
 from offload.app.config.sections import OptimizerSection
 from offload.app.training.parts import make_rule
 from offload.distributed.comm import Comm
-from offload.distributed.joining import open_comm
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
@@ -321,7 +320,10 @@ def compare(case: Case) -> dict[str, Any]:
     """Return the ratios of forecast to held memory."""
     with tempfile.TemporaryDirectory() as folder:
         told = planned(case, folder)
-        was = actual(case, folder) if case.ranks == 1 else _over_ranks(case, folder)
+        if case.ranks == 1:
+            was = actual(case, folder)
+        else:
+            was = harness.over_ranks(case.ranks, actual, case, folder)
     waits = {INPUTS, KEPT, CHECKPOINTS, GRAPHS}
     names = sorted({key for key in (*told.allocations, *was.allocations) if key[1] not in waits})
     ratios = {f"{t}: {n}": _ratio(told.allocations.get((t, n), 0), was.allocations.get((t, n), 0)) for t, n in names}
@@ -342,21 +344,3 @@ def compare(case: Case) -> dict[str, Any]:
 
 def _ratio(told: float, was: float) -> float:
     return told / was if was else 1.0 if not told else float("inf")
-
-
-def _over_ranks(case: Case, folder: str) -> MemorySource:
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        processes.spawn(_rank, (case, folder, file.name), nprocs=case.ranks)
-        return torch.load(file.name, weights_only=False)
-
-
-def _rank(rank: int, case: Case, folder: str, path: str) -> None:
-    """Run one of several ranks; the first one reports."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
-    torch.set_num_threads(1)
-    comm = open_comm(device="cpu")
-    held = actual(case, folder, comm)
-    if rank == 0:
-        torch.save(held, path)
-    comm.close()

@@ -1,6 +1,6 @@
 """Steps of an engine on a simulated H200 and a simulated RTX 4090, against the ideal schedules.
 
-chrt -r 1 python -m benchmarks.played > benchmarks/results/played.json     # a quarter of an hour; --help for less
+chrt -r 1 python -m benchmarks.played --out benchmarks/results/played.json     # a quarter of an hour; --help for less
 
 The simulated accelerator (`tests/accelerator/`) gives each kernel, copy and launch the time on a real device, from
 FLOPs and bytes. Shapes are those of Llama 3.1 8B with fewer layers. All sizes, lengths and batches included, are
@@ -31,14 +31,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks import lanes
+from benchmarks import harness, lanes
 from offload import AdamW, Engine, Placement
-from offload.extras.tools.benches.blocks import rotate
-from offload.extras.tools.benches.report import BenchmarkOutput, Result
+from offload.app.config.command_line import say
+from offload.extras.tools.benches.report import Result
 from offload.native import kernels
 from tests import accelerator
 from tests.accelerator.control import H200, RTX_4090, Control, Cost
 
+SUMMARY = "steps on a simulated H200 and RTX 4090, against ideal schedules"
 SHRUNK = 64
 HIDDEN, INNER, VOCABULARY, SEQUENCE, MICRO_ROWS = 4096, 14336, 128256, 4096, 4
 HEAD_CHUNK_BYTES = 256 << 20
@@ -80,34 +81,36 @@ class Case:
     launches: list[float] = field(default_factory=list)
 
 
-def main() -> None:
-    """Measure all cases in turns, and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.played", description=__doc__.splitlines()[0])
+QUICK = {"layers": 4, "rounds": 1, "steps": 1, "tokens": [4096], "devices": ["H200, PCIe 5"], "modes": ["deferred"]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
     parser.add_argument("--layers", type=int, default=12, help="of the model (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each case, in turns (default %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="in a block of 16k tokens a step; half for more")
     parser.add_argument("--tokens", type=int, nargs="+", default=(16384, 131072))
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=tuple(DEVICES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=tuple(MODES))
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measure all cases in turns; return a result for each."""
     torch.set_num_threads(1)
     kernels.set_threads(1)
     control = accelerator.load(num_devices=1)
     control.enter(0)
     control.set_poison(False)
-    cases = [
-        opened(
-            device, tokens, mode, arguments.layers, max(1, arguments.steps if tokens < 65536 else arguments.steps // 2)
-        )
-        for device, tokens, mode in itertools.product(arguments.devices, arguments.tokens, arguments.modes)
-    ]
-    for number in range(arguments.rounds):
-        for case in rotate(cases, number):
-            run(control, case)
+    cases = []
+    for device, tokens, mode in itertools.product(arguments.devices, arguments.tokens, arguments.modes):
+        num_steps = arguments.steps if tokens < 65536 else max(1, arguments.steps // 2)
+        cases.append(opened(device, tokens, mode, arguments.layers, num_steps))
+    for _, case in harness.turns(cases, arguments.rounds):
+        run_block(control, case)
     results = [result(case, arguments.layers) for case in cases]
     for case in cases:
         case.engine.close()
-    print(BenchmarkOutput(results).document())
+    return results
 
 
 def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int) -> Case:
@@ -161,7 +164,7 @@ def model(num_layers: int) -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def run(control: Control, case: Case) -> None:
+def run_block(control: Control, case: Case) -> None:
     """Run a block of a case."""
     case.engine.finish()
     control.set_cost(DEVICES[case.device].cost.scaled(flops=SHRUNK**3, num_bytes=SHRUNK**2))
@@ -170,11 +173,9 @@ def run(control: Control, case: Case) -> None:
     case.launches.append(control.counters()["launches"] / case.num_steps)
     control.set_cost(None)
     case.blocks.append(block)
-    print(
+    say(
         f"{case.device}, {case.tokens} tokens, {case.mode}: {block.seconds:.3f} s a step, compute "
-        f"{block.device_seconds:.3f}, launching {block.host_seconds:.3f}, load {os.getloadavg()[0]:.1f}",
-        file=sys.stderr,
-        flush=True,
+        f"{block.device_seconds:.3f}, launching {block.host_seconds:.3f}, load {os.getloadavg()[0]:.1f}"
     )
 
 
@@ -184,28 +185,29 @@ def result(case: Case, num_layers: int) -> Result:
     best = lanes.best_schedule(case.engine, case.blocks, compute_s)
     seconds = [block.seconds for block in case.blocks]
     idle = [1 - block.host_seconds / block.seconds for block in case.blocks]
-    over = [each / best.seconds for each in seconds]
+    over = statistics.median(seconds) / best.seconds
     largest = max(best.busy_s, key=lambda lane: best.busy_s[lane])
     middle = sorted(case.blocks, key=lambda block: block.seconds)[len(case.blocks) // 2]
     details = lanes.described(middle, best) | {
-        "over_ideal": statistics.median(over),
-        "over_ideal_least": min(over),
-        "over_ideal_most": max(over),
+        "over_ideal": over,
+        "over_ideal_least": min(seconds) / best.seconds,
+        "over_ideal_most": max(seconds) / best.seconds,
         "main_thread_idle": statistics.median(idle),
         "main_thread_idle_least": min(idle),
-        "within": statistics.median(over) <= MOST_OVER_IDEAL and statistics.median(idle) >= LEAST_IDLE,
+        "within": over <= MOST_OVER_IDEAL and statistics.median(idle) >= LEAST_IDLE,
         "largest_lane": largest,
         "largest_lane_seconds": best.busy_s[largest],
         "compute_seconds": compute_s,
         "launches": statistics.median(case.launches),
         "layers": num_layers,
         "steps_in_a_block": case.num_steps,
-        "rounds": len(case.blocks),
         "load": os.getloadavg()[0],
     }
     name = f"{case.device}, {case.tokens} tokens, {case.mode}"
-    return Result(name, statistics.median(seconds) * 1e3, "ms", "ideal schedule", 1 / statistics.median(over), details)
+    milliseconds = [1e3 * each for each in seconds]
+    ideal = "ideal schedule", [1e3 * best.seconds] * len(seconds)
+    return harness.summary(name, milliseconds, "ms", ideal, **details)
 
 
 if __name__ == "__main__":
-    main()
+    harness.begin(sys.modules[__name__])

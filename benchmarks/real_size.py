@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks import harness
 from benchmarks.real_size_folders import write_mxfp4, write_nf4
+from offload.app.config.command_line import say
 from offload.app.config.presets import PRESETS
-from offload.errors import format_bytes
-from offload.extras.tools.benches.report import machine, versions
+from offload.errors import ConfigError, format_bytes
 
-RESULT = Path(__file__).parent / "results" / "real_size.json"
+SUMMARY = "models of 3 to 120 G parameters on few cores, beside the plans of the runs"
+RESULT = harness.RESULTS / "real_size.json"
 RUNS_KEPT = 2
 SILENCE_S = 10.0
 """The longest time without output that counts as none."""
@@ -99,7 +101,7 @@ class Watch:
             if self.phase == PHASES[0] and not self.program_bytes:
                 with contextlib.suppress(OSError):  # it has ended
                     self.program_bytes = self._private_bytes()
-            print(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}", file=sys.stderr, flush=True)
+            say(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}")
             if self.kill_at and self.kill_at in line:
                 self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -168,7 +170,7 @@ def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str 
     command = [sys.executable, "-m", "offload.train"]
     for key, value in words.items():
         command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    print(f"{name}: {' '.join(command[1:])}", file=sys.stderr)
+    say(f"{name}: {' '.join(command[1:])}")
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     watch = Watch(subprocess.Popen(command, env=environment, **output), nvme, kill_at)  # type: ignore[call-overload]
@@ -287,14 +289,17 @@ PARTS = {
 }
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the parts, and add the results to the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/real-size"), help="for bases, states and runs")
-    arguments = parser.parse_args(words)
+
+
+def run(arguments: argparse.Namespace) -> harness.Page:
+    """Run the parts. Each run goes to the result file at once."""
     if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+        raise ConfigError(f"no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    runs = {}
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "text.txt")
@@ -303,9 +308,11 @@ def main(words: Sequence[str] | None = None) -> None:
         check_room(name, folder, part)
         for title, found in part.runs(folder):
             add(title, found)
+            runs[title] = found
         for left in folder.iterdir():
             if left.name not in ("text.txt", "cache"):
                 shutil.rmtree(left)
+    return harness.Page(json.dumps(runs, indent=1), {"runs": runs})
 
 
 def check_room(name: str, folder: Path, part: Part) -> None:
@@ -323,11 +330,9 @@ def check_room(name: str, folder: Path, part: Part) -> None:
 def add(title: str, found: dict[str, Any]) -> None:
     """Add a run to the result file: the last two of each title stay."""
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
-    results |= {"machine": machine(), "versions": versions()}
-    results["command"] = 'make real-size PART="..."'
+    results |= harness.head('make real-size PART="..."')
     results["runs"][title] = [*results["runs"].get(title, []), found][-RUNS_KEPT:]
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps({title: found}, indent=1), flush=True)
+    harness.write(RESULT, results)
 
 
 def digest(folder: Path) -> str:
@@ -347,4 +352,4 @@ def write_text(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.begin(sys.modules[__name__])

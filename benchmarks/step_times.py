@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks.ideal import Use
-from benchmarks.overlap import compute_uses
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.timing import PlannedStep, Timing
@@ -55,6 +54,9 @@ class Case:
     width: int = 96
     depth: int = 6
     is_frozen: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
     def model(self) -> Stack:
         """Return the model, always with equal weights."""
@@ -198,6 +200,34 @@ def compute_of(case: Case) -> list[Use]:
     return [
         Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*found, strict=True)
     ]
+
+
+def compute_uses(spans: Iterable[Any], streamed: Iterable[str]) -> list[Use]:
+    """Return the compute of a serial step as uses: each forward and backward, and the code between them (the model's
+    own code, the loss).
+
+    Inline work of other lanes on the compute thread is not compute. Host work before the first use and after the last
+    use does not count either.
+    """
+    known = set(streamed)
+    spans = sorted(spans, key=lambda span: span.begin)
+    others = [span for span in spans if span.lane != "compute"]
+
+    def own_seconds(begin: float, end: float) -> float:
+        return max(0.0, end - begin - sum(max(0.0, min(end, o.end) - max(begin, o.begin)) for o in others))
+
+    uses: list[Use] = []
+    end: float | None = None
+    for span in spans:
+        if span.lane != "compute":
+            continue
+        if end is not None:
+            uses.append(Use(own_seconds(end, span.begin)))
+        action, _, name = span.name.partition(" ")
+        unit = name if name in known else None
+        uses.append(Use(own_seconds(span.begin, span.end), unit, action == "backward" and unit is not None))
+        end = span.end if end is None else max(end, span.end)
+    return uses
 
 
 def work_of(case: Case, uses: Sequence[Use]) -> Workload:

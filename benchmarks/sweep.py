@@ -16,18 +16,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import main_of
+from benchmarks import harness
 from benchmarks.picture import draw, make_folder
-from offload.app.config.command_line import run_command, say
+from offload.app.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
-from offload.extras.tools.benches.blocks import rotate
 from offload.extras.tools.benches.report import BenchmarkOutput, Result, spread
 
 SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
+QUICK = {"batch": [2], "sequence": [16], "steps": 1, "rounds": 1}
 NUM_WARM_STEPS = 4  # after the third step an engine distributes spare device memory
 TIERS = ("device", "cpu", "nvme", "auto")
 MISFIT = "does not fit"
@@ -127,18 +127,17 @@ def sweep(points: Sequence[Point], arguments: argparse.Namespace, train: Train) 
         make_folder(Path(arguments.picture))
     runs: dict[Point, list[Steps]] = {point: [] for point in points}
     left_out: dict[Point, str] = {}
-    for number in range(arguments.rounds):
-        for point in rotate(points, number):
-            if point in left_out:
-                continue
-            try:
-                steps = train(point, arguments.settings, arguments.steps)
-            except (DoesNotFitError, ConfigError) as error:
-                left_out[point] = f"{MISFIT}: {error}" if isinstance(error, DoesNotFitError) else str(error)
-                say(f"{point.name} is left out: {left_out[point]}")
-            else:
-                runs[point].append(steps)
-                say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
+    for _, point in harness.turns(points, arguments.rounds):
+        if point in left_out:
+            continue
+        try:
+            steps = train(point, arguments.settings, arguments.steps)
+        except (DoesNotFitError, ConfigError) as error:
+            left_out[point] = f"{MISFIT}: {error}" if isinstance(error, DoesNotFitError) else str(error)
+            say(f"{point.name} is left out: {left_out[point]}")
+        else:
+            runs[point].append(steps)
+            say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
     if len(left_out) == len(points):
         error_class = DoesNotFitError if all(why.startswith(MISFIT) for why in left_out.values()) else ConfigError
         raise error_class(f"no point could be measured; the first one: {left_out[points[0]]}")
@@ -169,19 +168,18 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             messages = [line for line in process.stderr.splitlines() if line.startswith("offload: ")]
-            ended = (
-                f"ended by signal {-process.returncode}"
-                if process.returncode < 0
-                else f"exit code {process.returncode}"
-            )
-            if process.returncode == -signal.SIGKILL:
-                ended += (
-                    ", as the kernel does where memory runs out; give --offload.host_memory after --, or fewer rows"
-                )
-            text = (messages or [ended])[-1].removeprefix("offload: ")
+            text = (messages or [_ended(process.returncode)])[-1].removeprefix("offload: ")
             raise (DoesNotFitError if process.returncode == DoesNotFitError.exit_code else ConfigError)(text)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines][NUM_WARM_STEPS:]
+
+
+def _ended(code: int) -> str:
+    """Return how a silent process ended."""
+    if code == -signal.SIGKILL:
+        more = "as the kernel does where memory runs out; give --offload.host_memory after --, or fewer rows"
+        return f"ended by signal {-code}, {more}"
+    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _rate(point: Point, steps: Steps) -> float:
@@ -198,14 +196,9 @@ def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
     }
     worst = max(exposed, key=lambda name: exposed[name], default=None)
     details = {
+        **asdict(point),
         "tokens_per_step": point.tokens,
-        "batch": point.batch,
-        "sequence": point.sequence,
-        "placement": point.placement,
-        "stage": point.stage,
-        "ranks": point.ranks,
         "step_seconds": statistics.median(seconds),
-        "rounds": [round(rate, 2) for rate in rates],
         "spread": round(spread(seconds), 4),
         "best": point.tokens / min(seconds),
         "waits_for": worst if worst is not None and exposed[worst] > 0 else None,
@@ -213,15 +206,11 @@ def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
         "peak_device_bytes": max(step["peak_device_bytes"] for step in steps),
         "peak_host_bytes": max(step["peak_host_bytes"] for step in steps),
     }
-    rate, resident = statistics.median(rates), replace(point, placement=RESIDENT)
-    if point == resident or resident not in runs:
-        return Result(point.name, rate, "tokens/s", details=details)
-    quotients = [
-        own_rate / _rate(resident, resident_steps)
-        for own_rate, resident_steps in zip(rates, runs[resident], strict=True)
-    ]
-    return Result(point.name, rate, "tokens/s", resident.name, statistics.median(quotients), details)
+    resident, reference = replace(point, placement=RESIDENT), None
+    if point != resident and resident in runs:
+        reference = resident.name, [_rate(resident, each) for each in runs[resident]]
+    return harness.summary(point.name, rates, "tokens/s", reference, **details)
 
 
 if __name__ == "__main__":
-    run_command(main_of(sys.modules[__name__]))
+    harness.begin(sys.modules[__name__])

@@ -342,7 +342,7 @@ HOST_OPTIONS = {
     "optimizer on disk": ("optimizer states on disk", "`--offload.optimizer nvme`"),
     "all on disk": ("weights on disk too", "`--offload.parameters nvme`"),
 }
-"""Rows in the table of host memory: words and flag. The names are those of `benchmarks/readme_plans.py`."""
+"""Rows in the table of host memory: words and flag. The names are those of `benchmarks/plan_tables.py`."""
 FIT_CARDS = {"rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32, "h100": 80}
 """Cards in the tables of the page "Will it fit?", with the GB in their name."""
 FIT_METHODS = {"full": "All parameters", "lora": "LoRA", "nf4": "LoRA over nf4 weights"}
@@ -398,8 +398,8 @@ def plans_table() -> str:
         lines.append(row(model, card, memory, plain, rate, f"measured, {mode}"))
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     lines.append(
-        "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, compiled, AdamW with fp32 "
-        f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/README.md#a-real-gpu), "
+        "\nForecasts are [plans](benchmarks/plan_tables.py) by data sheets: all parameters, compiled, AdamW with fp32 "
+        f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/figures.md#a-real-gpu), "
         f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
         f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations; speed unknown."
     )

@@ -38,14 +38,19 @@ def declare(parser: argparse.ArgumentParser, module: Any) -> None:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Run a benchmark and print the results."""
-    with _only_results_on_stdout():
-        output = arguments.module.run(arguments)
-    output = BenchmarkOutput(output) if isinstance(output, list) else output
+    output = measured(arguments)
     if arguments.json:
         print(output.document())
     else:
         output.show(arguments.module.SUMMARY)
     return 0
+
+
+def measured(arguments: argparse.Namespace) -> Any:
+    """Run a benchmark and return the output."""
+    with _only_results_on_stdout():
+        output = arguments.module.run(arguments)
+    return BenchmarkOutput(output) if isinstance(output, list) else output
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import nn
 
-from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
+from benchmarks.plan_tables import MODELS, SETTINGS, planned_cells
 from offload import Engine, plan
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
@@ -363,7 +363,7 @@ def test_sentences_are_short(path: Path) -> None:
 
 
 def test_links_of_the_pages_outside_the_site_lead_somewhere() -> None:
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")):
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#[^)]*)?\)", path.read_text()):
             page = (path.parent / target).resolve() if target else path
             assert page.exists(), f"{path.name}: {target}"
@@ -452,7 +452,7 @@ def test_a_row_of_plans_is_as_planned_now(tmp_path: Path) -> None:
     config = Config.load(None, {"model.path": str(path), **SETTINGS})
     cells = planned_cells(Forecaster(config, 1), config, "rtx-4090")
     section = (ROOT / "docs" / "plans.md").read_text().partition("## Llama-3.1-8B")[2].partition("##")[0]
-    assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_models.py"
+    assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_tables.py"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_json():
     done = run("--json", "--n", "64Ki", "--reps", "1", "--threads", "1")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert set(document) == {"machine", "versions", "results"}
+    assert set(document) == {"command", "commit", "date", "machine", "versions", "results"}
     names = {result["name"] for result in document["results"]}
     assert {
         "roofline 28 B",

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.alone import main_of
+from benchmarks.harness import command_of
 from offload import bench
 from offload.errors import ConfigError
 
-main = main_of(compare)
+main = command_of(compare)
 
 
 def write(path: Path, *results: dict[str, Any], **more: Any) -> str:

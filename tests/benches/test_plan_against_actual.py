@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from benchmarks import plan_memory, step_times
-from benchmarks.plan_against_actual import RESULTS, beyond, document
+from benchmarks.harness import RESULTS
+from benchmarks.plan_against_actual import beyond, document
 
 FOUND = json.loads((RESULTS / "plan.json").read_text())
 

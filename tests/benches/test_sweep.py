@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import sweep
-from benchmarks.alone import main_of
+from benchmarks.harness import command_of
 from benchmarks.sweep import Point, Steps
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 from tests import forks
@@ -145,7 +145,7 @@ def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sweep.subprocess, "run", lambda command, **_: forks.run(command[1:], cwd=tmp_path))
     words = ["--data.source", "text.txt", "--offload.device_memory", "4MiB", "--train.precision", "fp32"]
     points = ["--batch", "2", "--sequence", "16", "--placement", "device", "cpu", "--steps", "2", "--rounds", "1"]
-    assert main_of(sweep)(["--json", *points, "--", *words]) == 0
+    assert command_of(sweep)(["--json", *points, "--", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     (streamed,) = found["results"]
     assert (streamed["name"], streamed["unit"], streamed["tokens_per_step"]) == ("cpu: 2 x 16", "tokens/s", 32)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_parts import MICRO_ROWS, MODELS, ROOT, SEQUENCE
+from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE
+from benchmarks.harness import RESULTS
 from offload.app.config.config import Config
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
@@ -44,7 +45,7 @@ IDLE_SHARE = 1 + 0.03
 
 def results() -> dict[str, dict[str, Any]]:
     """Return the measured results by name."""
-    stored = json.loads((ROOT / "benchmarks/results/gpu-nvidia-h200.json").read_text())
+    stored = json.loads((RESULTS / "gpu-nvidia-h200.json").read_text())
     return {result["name"]: result for result in stored["results"]}
 
 

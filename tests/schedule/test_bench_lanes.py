@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import lanes
+from benchmarks import lanes, step_times
 from benchmarks.ideal import Unit, Use, ideal
 from offload.lanes.timeline import Span
 from tests import forks
@@ -57,11 +57,29 @@ def test_a_step_that_recorded_is_left_out_and_uses_take_what_the_device_was_busy
     assert [use.seconds for use in work.uses] == pytest.approx([1.0, 3.0, 2.0, 0.5])
 
 
+def test_the_compute_of_a_serial_step_leaves_out_inline_work_of_other_lanes() -> None:
+    spans = [
+        Span("compute", "backward a", 7.0, 10.0),
+        Span("compute", "forward a", 1.0, 3.0),
+        Span("h2d", "fetch a", 0.0, 1.5),  # half a second inside the forward
+        Span("compute", "forward norm", 5.0, 6.0),
+        Span("update", "update a", 9.5, 12.0),
+        Span("h2d", "fetch b", 3.25, 4.0),
+    ]
+    assert step_times.compute_uses(spans, ["a"]) == [
+        Use(1.5, "a"),
+        Use(1.25),
+        Use(1.0),
+        Use(1.0),
+        Use(2.5, "a", is_backward=True),
+    ]
+
+
 @pytest.mark.slow
 def test_a_played_device_gives_every_row_its_ideal() -> None:
     """Only speculative clipping, with the most lane work, is run: all modes build a row alike."""
     words = ["--layers", "6", "--rounds", "1", "--steps", "2", "--tokens", "4096", "--devices", "H200, PCIe 5"]
-    words += ["--modes", "speculative"]
+    words += ["--modes", "speculative", "--json"]
     command = [sys.executable, "-m", "benchmarks.played", *words]
     done = subprocess.run(command, cwd=forks.ROOT, capture_output=True, text=True, check=False)
     if "CannotBuildError" in done.stderr:

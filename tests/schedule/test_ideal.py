@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from benchmarks.ideal import (
     LANES,
     MODES,
-    NUM_TILES,
     Ideal,
     Policy,
     Unit,
     Use,
     Work,
     ideal,
-    serial_seconds,
     simulate,
     simulate_block,
 )
@@ -64,25 +62,6 @@ def test_one_unit_is_a_chain(mode):
     # This copy is the last, so the norm is known before the update: no correction.
     assert run.seconds == pytest.approx(1 + 3 + 5 + 7 + 2)
     assert run.busy_s == pytest.approx({"compute": 4, "d2h": 5, "update": 7, "h2d": 2})
-    assert serial_seconds(work) == 18 + 11 * (mode == "speculative")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_states_of_one_unit_go_up_and_down_in_tiles(mode):
-    unit = Unit(1, fetch_s=2, land_s=5, update_s=4, correct_s=9, up_s=8, down_s=4)
-    work = chain(1, 1, 3, unit, mode=mode, num_corrected=1)
-    run = ideal(work)
-    # Gradients arrive at 9; states up at 11, 13, 15 and 17; last tile updated at 18, down at 19.
-    assert run.seconds == pytest.approx(19 + 2)
-    assert run.busy_s == pytest.approx({"compute": 4, "d2h": 9, "update": 4, "h2d": 10})
-    assert serial_seconds(work) == 27 + (9 + 12) * (mode == "speculative")
-
-
-def test_states_go_up_beside_others_that_come_down():
-    unit = Unit(1, up_s=4, down_s=4, update_s=4)
-    run = ideal(chain(2, 1, 1, unit, mode="deferred"))
-    # Norm at 4. a: up at 8, updated at 9, down at 10; b: 12, 13, 14; backward to 17.
-    assert run.seconds == pytest.approx(17 - 4)
 
 
 def test_two_units_without_clipping():
@@ -192,12 +171,12 @@ def test_the_known_figure():
 
 
 @st.composite
-def works(draw: st.DrawFn, equal: bool = False, least: int = 0, streams: bool = False) -> Work:
+def works(draw: st.DrawFn, equal: bool = False, least: int = 0) -> Work:
     def seconds() -> float:
         return float(draw(st.integers(least, 5)))
 
     def unit() -> Unit:
-        return Unit(1, *(seconds() for _ in range(6 if streams else 4)))
+        return Unit(1, *(seconds() for _ in range(4)))
 
     names = "abcdef"[: draw(st.integers(1, 6))]
     units = dict.fromkeys(names, unit()) if equal else {name: unit() for name in names}
@@ -301,32 +280,6 @@ def check(work: Work, run: Ideal, policy: Policy) -> None:
     assert all(busy <= run.seconds + 1e-9 for busy in run.busy_s.values())
 
 
-@given(works(least=1, streams=True), POLICIES, st.booleans())
-def test_every_schedule_with_states_on_their_way_keeps_the_rules(work, policy, states_first):
-    policy = dataclasses.replace(policy, states_first=states_first)
-    spans = simulate(work, policy, NUM_STEPS).spans
-    for lane in LANES:
-        assert all(one.end_s <= other.begin_s for one, other in itertools.pairwise(s for s in spans if s.lane == lane))
-    of = defaultdict(list)
-    for span in spans:
-        of[span.action, span.unit, span.step].append(span)
-    for step in range(NUM_STEPS - 1):
-        landed_s = {name: of["land", name, step][0].end_s for name in work.units}
-        for name in work.units:
-            ready_s = max(landed_s.values()) if work.mode == "deferred" else landed_s[name]
-            rising, sinking = of["raise", name, step], of["lower", name, step]
-            assert len(rising) == len(sinking) in (NUM_TILES, 2 * NUM_TILES)
-            updated = [*of["update", name, step], *of["correct", name, step]]
-            assert (len(rising) > NUM_TILES) == bool(of["correct", name, step])
-            for number, (up, update, down) in enumerate(zip(rising, updated, sinking, strict=True)):
-                if number == NUM_TILES:  # a correction
-                    ready_s = max(*landed_s.values(), sinking[NUM_TILES - 1].end_s)
-                assert ready_s <= up.begin_s
-                assert up.end_s <= update.begin_s
-                assert update.end_s <= down.begin_s
-            assert all(again.begin_s >= sinking[-1].end_s for again in of["fetch", name, step + 1])
-
-
 # -- bounds ---------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +291,6 @@ def lower_bound(work: Work) -> float:
         math.fsum(unit.fetch_s for unit in work.units.values()),
         math.fsum(unit.land_s for unit in work.units.values()),
         math.fsum(unit.update_s for unit in work.units.values()),
-        math.fsum(unit.up_s for unit in work.units.values()),
-        math.fsum(unit.down_s for unit in work.units.values()),
     )
     assert first is last, "what comes first in forward comes last in backward"
     leading = 0.0 if work.uses[0].unit else work.uses[0].seconds  # overlaps the first update and fetch
@@ -361,8 +312,21 @@ def lower_bound(work: Work) -> float:
     return max(*lanes, cycle, landing, path)
 
 
+def serial_seconds(work: Work) -> float:
+    """Return the seconds of a step with one slot, one operation after the other."""
+    fetched = [name for name, _ in itertools.groupby(use.unit for use in work.uses if use.unit is not None)]
+    num_corrected = work.num_corrected if work.mode == "speculative" else 0
+    corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][:num_corrected]
+    return math.fsum(
+        [use.seconds for use in work.uses]
+        + [work.units[name].fetch_s for name in fetched]
+        + [unit.land_s + unit.update_s for unit in work.units.values()]
+        + [work.units[name].correct_s for name in corrected]
+    )
+
+
 @examples(50)
-@given(works() | works(streams=True))
+@given(works())
 def test_between_the_bounds(work):
     run = ideal(work, 6)
     assert run.seconds >= lower_bound(work) - 1e-9
