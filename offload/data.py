@@ -91,7 +91,7 @@ def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
     from offload.extras.data.view import describe_padding
 
     of = f"{source.name}, " if len(view.sources) > 1 else ""
-    yield f"\n{of}documents by tokens; {view.describe_cut(source)}; {describe_padding(source.padding_share)}"
+    yield f"\n{of}documents by tokens; {source.cut}; {describe_padding(source.padding_share)}"
     most = max(count for _, count in source.histogram)
     width = len(f"{source.histogram[-1][0]:,}")
     for end, count in source.histogram:

@@ -18,6 +18,7 @@ from transformers import AutoProcessor
 
 from offload.app.training.objectives import Objective
 from offload.errors import ConfigError
+from offload.extras.data.chat import ChatRenderer
 from offload.extras.data.dataset import Dataset, build_dataset
 from offload.extras.data.formats import read_records
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
@@ -310,13 +311,14 @@ def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path],
 def test_a_maker_travels_to_a_process(folders: dict[str, Path], tmp_path: Path) -> None:
     path = rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red", "white"])}])
     chat = next(iter(read_records(replace(files_of(str(path))[0], format="messages"), 512)))
-    maker = PictureEncoder(load_processor(str(folders["gemma3"])), train_on_prompt=True)
+    processor = load_processor(str(folders["gemma3"]))
+    maker = PictureEncoder(processor, ChatRenderer(processor, train_on_prompt=True), train_on_prompt=True)
     first, second = (
         each.encode_batch([EncodeRequest(chat, False, False)]) for each in (maker, pickle.loads(pickle.dumps(maker)))
     )
     (one,), (other,) = first.parts, second.parts
     assert np.array_equal(one.ids, other.ids)
-    soft = maker._processor.tokenizer.convert_tokens_to_ids("<soft>")
+    soft = processor.tokenizer.convert_tokens_to_ids("<soft>")
     assert not one.trained[one.ids == soft].any(), "what stands for a picture is never trained"
     assert one.trained[-1]
 

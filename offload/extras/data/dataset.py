@@ -140,8 +140,7 @@ class Dataset:
     @property
     def has_one_picture_per_row(self) -> bool:
         """True if each training and eval row has exactly one picture."""
-        prepared = [rows.prepared for rows in self.sources]
-        return all(store.has_one_picture_each for each in prepared for store in (each.train, each.eval))
+        return all(file.has_one_picture_each for rows in self.sources for file in rows.prepared.files)
 
     @property
     def rows_description(self) -> str:

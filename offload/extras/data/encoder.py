@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
+from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS, ChatRenderer
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import RENDERED_FORMATS
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
@@ -150,10 +150,12 @@ class Encoder:
                         yield part
 
     @cached_property
-    def _batch_encoder(self) -> TextEncoder | PictureEncoder:
+    def _batch_encoder(self) -> TextEncoder:
+        with_template = self.tokenizer if self.processor is None else self.processor
+        renderer = ChatRenderer(with_template, self.train_on_prompt, self.ends)
         if self.processor is None:
-            return TextEncoder(self.tokenizer, self.train_on_prompt, self.ends)
-        return PictureEncoder(self.processor, self.train_on_prompt, self.ends)
+            return TextEncoder(self.tokenizer, renderer, self.train_on_prompt)
+        return PictureEncoder(self.processor, renderer, self.train_on_prompt)
 
 
 def _processor(sources: Sequence[RowSource], path: str | None) -> Any:

@@ -34,7 +34,6 @@ from offload.extras.data.row_keys import (
 )
 from offload.extras.data.rows import BadRow, columns_of, json_reason, open_text, read_rows
 from offload.extras.data.sources import STDLIB_CHAT, SourceFile
-from offload.extras.data.storage import LocalFile
 
 _PIECE_CHARS = 1 << 18
 _LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
@@ -204,7 +203,7 @@ def read_records(file: SourceFile, vocab_size: int, unread: list[str] | None = N
 
 
 def _read_rows(file: SourceFile, data_format: Format, unread: list[str]) -> Iterator[Record | BadRow]:
-    folder = file.place.path.parent if isinstance(file.place, LocalFile) else None
+    folder = None if file.place.path is None else file.place.path.parent
     for where, content in read_rows(file, _columns_to_read(file, data_format, unread)):
         row = content
         if isinstance(row, dict):
@@ -706,7 +705,7 @@ def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:
 def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
     if file.num_bytes == 0:
         return np.zeros(0, np.uint16)
-    path = file.place.path if isinstance(file.place, LocalFile) else None
+    path = file.place.path
     if path is None:
         raise ConfigError(f"{file.place} holds token ids, which are mapped into memory: copy the file to this machine.")
     if path.suffix.lower() == ".npy":

@@ -18,7 +18,7 @@ from offload.extras.data.chat import ChatRenderer, Segments
 from offload.extras.data.pictures import Picture, PictureDocument, decode_picture, hash_picture
 from offload.extras.data.records import Chat
 from offload.extras.data.rows import BadRow
-from offload.extras.data.text_encoder import EncodedBatch, EncodedDocument, EncodeRequest, training_mask
+from offload.extras.data.text_encoder import EncodedDocument, EncodeRequest, TextEncoder, training_mask
 from offload.extras.data.tokenizer import folder_of
 
 if TYPE_CHECKING:
@@ -69,31 +69,16 @@ def load_processor(path: str | None) -> Any:
     return processor
 
 
-class PictureEncoder:
-    """Encodes conversations with pictures, in this process or in a worker."""
+class PictureEncoder(TextEncoder):
+    """Encodes conversations with pictures, each a `Chat`, in this process or in a worker."""
 
-    def __init__(self, processor: Any, train_on_prompt: bool, ends: Sequence[str] = ()) -> None:
-        """`ends`: as in `ChatRenderer`."""
+    def __init__(self, processor: Any, renderer: ChatRenderer, train_on_prompt: bool) -> None:
+        super().__init__(processor.tokenizer, renderer, train_on_prompt)
         self._processor = processor
-        self._renderer = ChatRenderer(processor, train_on_prompt, ends)
         self._placeholder: str = processor.image_token
-        self._eos: str = processor.tokenizer.eos_token or ""
+        self._ending: str = processor.tokenizer.eos_token or ""
 
-    def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
-        """Encode a batch of records, each a `Chat`."""
-        encoded = EncodedBatch([])
-        self._renderer.findings = encoded.findings
-        for request in batch:
-            try:
-                documents = self._documents(request)
-            except BadRow as bad:
-                encoded.parts.append(bad)
-            else:
-                encoded.parts += documents
-                encoded.findings.num_split += len(documents) > 1
-        return encoded
-
-    def _documents(self, request: EncodeRequest) -> list[EncodedDocument]:
+    def draft_documents(self, request: EncodeRequest) -> list[EncodedDocument]:
         """Return the documents for a conversation. Raises BadRow."""
         chat = request.record
         assert isinstance(chat, Chat)
@@ -128,8 +113,8 @@ class PictureEncoder:
         `is_part`: one document out of several for a conversation, possibly ending before the last pictures.
         """
         # The end token is part of the text here, since the processor decides the tokens.
-        if self._eos and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._eos):
-            segments = [*segments, (self._eos, segments[-1][1])]
+        if self._ending and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._ending):
+            segments = [*segments, (self._ending, segments[-1][1])]
         text = "".join(text for text, _ in segments)
         number = text.count(self._placeholder)
         if number > len(images) or (number < len(images) and not is_part):

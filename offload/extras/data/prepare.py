@@ -18,12 +18,12 @@ from offload.extras.data.records import Record
 from offload.extras.data.row_source import RowSource
 from offload.extras.data.rows import BadRow
 from offload.extras.data.sources import hash_text
-from offload.extras.data.storage import LocalFile
 from offload.extras.data.text_encoder import ByteCountScope, EncodedDocument
 from offload.extras.data.token_file import TokenFile, TokenWriter
 from offload.extras.data.tokenizer import hash_tokenizer, versions
 from offload.machine.limits import usable_cores
 
+_PARTS = ("train", "eval")
 _MIN_BYTES_FOR_WORKERS = 32 << 20  # for smaller data, starting processes takes longer than they save
 _MOST_WORKERS = 16  # 300 MB each
 
@@ -33,25 +33,25 @@ class Prepared:
     """The documents of one source."""
 
     source: RowSource
-    train: TokenFile
-    eval: TokenFile
+    files: tuple[TokenFile, ...]
+    """One file to train on, and one to evaluate on."""
     findings: Findings
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all documents, also held-out or cut-off ones."""
-        return self.train.num_tokens + self.eval.num_tokens
+        return sum(each.num_tokens for each in self.files)
 
     @property
     def document_lengths(self) -> np.ndarray:
         """Tokens per document, also held-out ones, int64 [documents]."""
-        return np.concatenate([np.diff(each.documents) for each in (self.train, self.eval)])
+        return np.concatenate([np.diff(each.documents) for each in self.files])
 
     @property
     def contents(self) -> str:
         """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         source, kind = self.source, "conversation" if self.source.has_chats else "document"
-        number = self.train.num_documents + self.eval.num_documents
+        number = sum(each.num_documents for each in self.files)
         if source.has_pairs:
             kind, number = "pair", number // 2
         in_files = f" ({counted(len(source.files), 'file')})" if len(source.files) > 1 else ""
@@ -83,7 +83,7 @@ def _key(source: RowSource, encoder: Encoder) -> str:
         rules = encoder.processor
         # Absolute picture paths, independent of the working directory.
         found = [file.place for file in source.files]
-        places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in found]
+        places = [str(place if place.path is None else place.path.absolute()) for place in found]
     inputs = (
         code_hash("extras/data"),
         versions(),
@@ -99,16 +99,14 @@ def _key(source: RowSource, encoder: Encoder) -> str:
 def _load(folder: Path, source: RowSource) -> Prepared:
     meta = json.loads((folder / "meta.json").read_text())
     # Opening checks the sizes of the files, so a damaged folder is built again.
-    train, held_out = (TokenFile(folder / name, meta[name]) for name in ("train", "eval"))
-    return Prepared(source, train, held_out, Findings(**meta["findings"]))
+    files = tuple(TokenFile(folder / name, meta[name]) for name in _PARTS)
+    return Prepared(source, files, Findings(**meta["findings"]))
 
 
 def _build(folder: Path, source: RowSource, encoder: Encoder, progress: Progress, num_workers: int | None) -> None:
     has_pictures = encoder.processor is not None
-    train, held_out = (
-        TokenWriter(folder / name, source.vocab_size, has_pictures or source.may_mask, has_pictures)
-        for name in ("train", "eval")
-    )
+    is_masked = has_pictures or source.may_mask
+    writers = [TokenWriter(folder / name, source.vocab_size, is_masked, has_pictures) for name in _PARTS]
     findings = Findings(source.on_bad_row)
     scope: ByteCountScope = "held out" if source.eval_share else "none"
     if source.is_evaluated:
@@ -122,9 +120,9 @@ def _build(folder: Path, source: RowSource, encoder: Encoder, progress: Progress
                 raise ConfigError(str(bad_row)) from bad_row
             findings.handle(bad_row)
             continue
-        writer = held_out if part.in_eval else train
-        writer.append(part.ids, part.trained, part.closes, part.num_bytes, part.picture_document)
-    meta = {"train": train.finish(), "eval": held_out.finish(), "findings": asdict(findings)}
+        writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes, part.picture_document)
+    meta = {name: writer.finish() for name, writer in zip(_PARTS, writers, strict=True)}
+    meta["findings"] = asdict(findings)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     progress("tokenizing", 1.0)
 

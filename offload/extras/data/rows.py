@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.errors import ConfigError, counted
 from offload.extras.data.sources import SourceFile
-from offload.extras.data.storage import DataSet, LocalFile, first_bad_byte, library, open_decompressed
+from offload.extras.data.storage import DataSet, first_bad_byte, library, open_decompressed
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
 """(Row name for messages, row content)."""
@@ -233,19 +233,19 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
 
 def _open_table(file: SourceFile) -> Any:
     """Return a pyarrow.parquet.ParquetFile, or an Arrow reader (IPC, as a file or a stream)."""
-    place, is_local = file.place, isinstance(file.place, LocalFile)
+    place = file.place
     title = {"parquet": "parquet file", "arrow": "Arrow file (IPC, as a file or a stream)"}[file.container]
     arrow = library("pyarrow.parquet" if file.container == "parquet" else "pyarrow", f"{place}, a {title},")
     try:
         if file.container == "parquet":
             # Options for little memory: 18 MiB in place of 2 GiB for one row group of 766 MiB (docs/lab-log.md).
             return arrow.ParquetFile(
-                str(place) if is_local else place.open(),
+                place.path or place.open(),
                 pre_buffer=False,  # a row group may be as large as the file
                 buffer_size=1 << 20,
                 page_checksum_verification=True,
             )
-        source = arrow.memory_map(str(place)) if is_local else arrow.PythonFile(place.open())
+        source = arrow.memory_map(str(place)) if place.path else arrow.PythonFile(place.open())
         # Both forms have the ending .arrow; `datasets` writes streams.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)

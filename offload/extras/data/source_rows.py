@@ -54,8 +54,7 @@ class SourceRows:
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
         group = 2 if source.has_pairs else 1
-        train = Rows.over(prepared.train, sequence_length, layout, pad_id, group)
-        held_out = Rows.over(prepared.eval, sequence_length, layout, pad_id, group)
+        train, held_out = (Rows.over(each, sequence_length, layout, pad_id, group) for each in prepared.files)
         layouts = train, held_out
         if source.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             # Documents are held out by hash. Of few documents, one side may have got none.
@@ -75,7 +74,7 @@ class SourceRows:
         prepared = self.prepared
         source, findings = prepared.source, prepared.findings
         num_tokens = prepared.num_tokens
-        stores = [prepared.train, prepared.eval]
+        stores = prepared.files
         if not num_tokens:
             has_rows = findings.num_empty or findings.num_bad or any(each.num_documents for each in stores)
             if not source.num_bytes:

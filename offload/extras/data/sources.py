@@ -275,9 +275,9 @@ def _suffixes(data_format: str) -> frozenset[str]:
 
 
 def _file(place: Place, name: str, source: Source) -> SourceFile:
-    if isinstance(place, LocalFile) and not os.access(place.path, os.R_OK):
+    if place.path is not None and not os.access(place.path, os.R_OK):
         raise ConfigError(f"{source.setting}: {place} cannot be read (permission denied).")
-    if isinstance(place, LocalFile) and not place.path.is_file():
+    if place.path is not None and not place.path.is_file():
         raise _missing_path_error(str(place.path), source.setting)
     if source.name or source.revision:
         raise ConfigError(f"{source.setting}: {place} is a file, and a file has no name or revision: leave them out.")

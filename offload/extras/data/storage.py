@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from offload.errors import ConfigError, MissingLibraryError, describe, errno_text
 
@@ -89,6 +89,7 @@ class RemoteFile:
     url: str
     num_bytes: int
     system: Any = field(compare=False, repr=False)
+    path: ClassVar[Path | None] = None
 
     def __str__(self) -> str:
         return self.url
@@ -128,6 +129,7 @@ class DataSet:
     stamp: str
     rows: Any = field(compare=False, repr=False)
     """datasets.Dataset."""
+    path: ClassVar[Path | None] = None
 
     def __str__(self) -> str:
         return self.where

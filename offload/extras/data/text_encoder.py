@@ -82,7 +82,6 @@ class _Draft:
     is_framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
     opens: bool = True
     closes: bool = True
-    may_be_empty: bool = False  # for a preference: both documents must stay side by side
 
     @property
     def text(self) -> str:
@@ -144,10 +143,10 @@ class TextEncoder:
     two ends.
     """
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool, ends: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, renderer: ChatRenderer, train_on_prompt: bool) -> None:
         self._tokenizer = tokenizer
+        self._renderer = renderer
         self._train_on_prompt = train_on_prompt
-        self._renderer = ChatRenderer(tokenizer, train_on_prompt, ends)
         # A plain call also switches off truncation and padding stored in the tokenizer file.
         self._prefix, self._suffix = find_frame(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
@@ -155,15 +154,16 @@ class TextEncoder:
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
-        encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
+        encoded, prepared = EncodedBatch([]), list[Sequence[EncodedDocument | _Draft] | BadRow]()
         self._renderer.findings = findings = encoded.findings
         for request in batch:
             try:
-                prepared.append(self._draft_documents(request))
+                prepared.append(self.draft_documents(request))
             except BadRow as bad:
                 prepared.append(bad)
         # The texts of all records together: `tokenizers` works on the texts of a batch in parallel.
-        drafts = (part for parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft))
+        written = [parts for parts in prepared if not isinstance(parts, BadRow)]
+        drafts = (part for parts in written for part in parts if isinstance(part, _Draft))
         tokenized = self._tokenize_in_batches(drafts)
         for request, parts in zip(batch, prepared, strict=True):
             documents = parts if isinstance(parts, BadRow) else self._finish_documents(request.record, parts, tokenized)
@@ -175,7 +175,7 @@ class TextEncoder:
             encoded.parts += [each for each in documents if each is not None]
         return encoded
 
-    def _draft_documents(self, request: EncodeRequest) -> list[EncodedDocument | _Draft]:
+    def draft_documents(self, request: EncodeRequest) -> Sequence[EncodedDocument | _Draft]:
         """Return finished documents for token ids, drafts for texts. Raises BadRow."""
         record = request.record
         if isinstance(record, Ids):
@@ -213,11 +213,13 @@ class TextEncoder:
                     "in 'chosen' or 'rejected' cannot be written as one text: move all answers but the last into "
                     "'prompt'."
                 )
-        return _Draft(request, segments, is_framed, may_be_empty=True)
+        return _Draft(request, segments, is_framed)
 
     def _finish_document(self, draft: _Draft, tokens: TokenizedText) -> EncodedDocument | None:
         """Return a document, or None for a document without a token."""
-        if not len(tokens.ids) and draft.opens and draft.closes and not draft.may_be_empty:
+        # Both documents of a preference must stay side by side.
+        may_be_empty = isinstance(draft.request.record, Preference)
+        if not len(tokens.ids) and draft.opens and draft.closes and not may_be_empty:
             return None
         if draft.is_framed and draft.opens and self._prefix:
             # Only at the true ends: a piece in the middle of a document has no special tokens around it.
@@ -237,7 +239,7 @@ class TextEncoder:
         return tokens.with_frame((), closing)
 
     def _finish_documents(
-        self, record: Record, parts: list[EncodedDocument | _Draft], tokenized: Iterator[TokenizedText | BadRow]
+        self, record: Record, parts: Sequence[EncodedDocument | _Draft], tokenized: Iterator[TokenizedText | BadRow]
     ) -> list[EncodedDocument | None] | BadRow:
         """Return the documents for a record, with None for a document without a token.
 

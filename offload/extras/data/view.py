@@ -112,6 +112,17 @@ class SourceView:
     histogram: tuple[tuple[int, int], ...]
     """Documents by length: (upper bin limit in tokens, document count). One limit is the row length."""
 
+    @property
+    def cut(self) -> str:
+        """What happens to documents longer than a row, in words."""
+        if not self.num_longer:
+            return "no document is longer than a row"
+        longer = f"{self.num_longer:,} of {self.num_documents:,} longer than a row"
+        if self.num_cut_off:
+            share = self.num_cut_off / self.num_tokens
+            return f"{longer}: {counted(self.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
+        return f"{longer}, continued in further rows: no token is cut off"
+
 
 @dataclass(frozen=True)
 class BetterLength:
@@ -196,16 +207,6 @@ class DataView:
             num_steps * data.batch_size / data.num_train_rows,
             tuple(samples),
         )
-
-    def describe_cut(self, source: SourceView) -> str:
-        """Describe how documents longer than a row are treated."""
-        if not source.num_longer:
-            return "no document is longer than a row"
-        longer = f"{source.num_longer:,} of {source.num_documents:,} longer than a row"
-        if source.num_cut_off:
-            share = source.num_cut_off / source.num_tokens
-            return f"{longer}: {counted(source.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
-        return f"{longer}, continued in further rows: no token is cut off"
 
 
 def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable[[str], None]) -> DataView:
