@@ -173,7 +173,7 @@ class Inputs:
         Parameters take gradients if `trains`.
         """
         input_gradients = []
-        for number, _ in enumerate(synchronized(self._runner, self.unit, self._rows, self._micro_batches)):
+        for number, _ in enumerate(synchronized(self._runner, self._traits, self._rows, self._micro_batches)):
             self._look_ahead(number)
             input_gradients.append(self._backward_of(number, gradients, trains))
         self._saved.prefetch_previous(self, 1)  # Start this copy before the weight copies submitted by `leave`.

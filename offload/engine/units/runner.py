@@ -22,7 +22,7 @@ from offload.engine.units.rows import Rows
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.torch_state import with_own_cache
-from offload.engine.units.traits import PartsDifferError, Span, UnrecordedCallError
+from offload.engine.units.traits import PartsDifferError, Span, UnitTraits, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Forwards, Use
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
@@ -314,7 +314,7 @@ class UnitRunner:
         # All ranks have the same seed but must draw different random numbers.
         caller_rng_state = self.device.random_state() if draws and (len(spans) > 1 or self.has_peers) else None
         try:
-            for number, span in enumerate(synchronized(self, unit, rows, spans)):
+            for number, span in enumerate(synchronized(self, traits, rows, spans)):
                 if caller_rng_state is not None:
                     self.device.seed(rows.seed(self._seed, unit, number))
                 result = run(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
@@ -430,8 +430,8 @@ class RunAhead:
             self._ends.append(marks)
 
 
-def synchronized(runner: UnitRunner, unit: Unit, rows: Rows, parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Yield the micro-batches of a unit use.
+def synchronized(runner: UnitRunner, traits: UnitTraits, rows: Rows, parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Yield the micro-batches of a unit use. `traits`: of the call of this use.
 
     A rank with fewer micro-batches than others then takes part in the missing exchanges, by repeating the exchanges
     from the last micro-batch without own tokens (`runner.exchanges`).
@@ -440,7 +440,7 @@ def synchronized(runner: UnitRunner, unit: Unit, rows: Rows, parts: Sequence[_Pa
         runner.exchanges = []
         yield part
     exchanges, runner.exchanges = runner.exchanges, []
-    if exchanges and unit.traits.grows:
+    if exchanges and traits.grows:  # otherwise every rank ran the whole input once
         for _ in range(len(parts), rows.num_parts):
             for exchange in exchanges:
                 exchange()
