@@ -68,11 +68,10 @@ class Observed:
         self.results_without_graph: list[torch.Tensor] = []
         self.is_plain = False
         """True if the graph has no hook and no own function. Either may hold weights."""
-        self.reads_weights = True
 
     def run(self, runner: UnitRunner, forward: Forward, made: OutsideTensors) -> None:
         """Run the forward with a graph."""
-        next_hook = RemovableHandle.next_id
+        next_hook = RemovableHandle.next_id  # torch numbers all hooks of a process
         use = Use(runner, self.arguments, self.inputs, self.arguments.others)
         made.add_inputs(self.inputs)
         with torch.enable_grad(), saved_tensors_watched(self.saved.add):
@@ -120,13 +119,15 @@ class Recording(ABC):
         self.uses: dict[str, list[RecordedUse]] = {}
         self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
 
-        self._inside: Unit | None = None
+        self._inside: Unit | None = None  # the unit that runs
+        # By `id`: (tensor, unit name). The tensors live here, so that no other gets the same number.
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._exchanges: list[tuple[UnitTraits, Versions, Versions, _Contents]] = []  # (inputs, outputs) of the uses
-        self._variants: set[int] = set()
+        self._variants: set[int] = set()  # traits with a use in this pass, by `id`
 
-        self.num_set_to_itself: Counter[int] = Counter()
+        # Writes to weights on the device.
+        self.num_set_to_itself: Counter[int] = Counter()  # by `id` of the weight
         self.written_addresses: list[int] = []
         self.written: dict[Unit, _Contents] = {}
         """Resident units whose weights the model has changed, with the new contents."""
@@ -134,12 +135,17 @@ class Recording(ABC):
 
     @abstractmethod
     def _learn(self, seen: Observed) -> None:
-        """Write what the use shows into the traits of the unit."""
+        """Write what the use shows into the traits of the unit. The weights are still on the device."""
+
+    def _watch(self, weights: Sequence[torch.Tensor]) -> _Contents:  # noqa: ARG002
+        """Return the contents of the weights, to find writes that no version counter shows. Default: of no weight."""
+        return _Contents()
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
         made = OutsideTensors()
         result = self._record(unit, args, kwargs, made)
+        # After `_record` has ended: its own variables would keep tensors alive.
         if not unit.traits.keeps and made.alive():
             gc.collect()  # a reference cycle keeps nothing
             unit.traits.keeps = bool(made.alive())
@@ -158,6 +164,8 @@ class Recording(ABC):
             seen.weights = list(unit.live().values())
             forward = self.runner.stages.record(unit, self.runner, arguments, self._rows_to_learn)
             outputs = self._run(seen, forward, made)
+            self.uses.setdefault(unit.name, []).append(seen.shapes)
+            self._learn(seen)
         finally:
             self.runner.leave()
             self._inside = None
@@ -167,9 +175,7 @@ class Recording(ABC):
         changed_inputs = [seen.inputs[i] for i in seen.mutated]
         self._refuse_side_doors(unit, [*seen.result.tensors, *changed_inputs], {id(leaf) for leaf in seen.own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in seen.own)
-        self.uses.setdefault(unit.name, []).append(seen.shapes)
-        self._learn(seen)
-        with torch.no_grad():
+        with torch.no_grad():  # the forward ran on copies, but the caller sees the changes
             for i in seen.mutated:
                 arguments.tensors[i].copy_(seen.inputs[i])
         both = _Contents([*arguments.tensors, *outputs])
@@ -182,18 +188,16 @@ class Recording(ABC):
         Raises ConfigError for changed weights, and for buffers with a graph.
         """
         streams = self.runner.slots.streams
+        # An earlier unit may have had the same place in the slots.
         self.written_addresses[:] = [address for address in self.written_addresses if not streams(address)]
         num_writes = self._num_writes(seen.weights)
-        self._run_watched(seen, forward, made)
-        if self._num_writes(seen.weights) != num_writes:
+        contents = self._watch(seen.weights)
+        seen.run(self.runner, forward, made)
+        if self._num_writes(seen.weights) != num_writes or contents.has_changed(unversioned=True):
             refuse_writes(seen.unit)
         self._note_idle_writes(seen.unit)
         self._refuse_buffers_with_graphs(seen.unit)
         return self._detach_outputs(seen)
-
-    def _run_watched(self, seen: Observed, forward: Forward, made: OutsideTensors) -> None:
-        """Run the forward. Raises ConfigError for writes that no version counter shows."""
-        seen.run(self.runner, forward, made)
 
     def _detach_outputs(self, seen: Observed) -> list[torch.Tensor]:
         """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
@@ -203,6 +207,7 @@ class Recording(ABC):
             if id(tensor) in own:
                 outputs.append(own[id(tensor)])
                 continue
+            # The border is a leaf: a loss that depends on it, and not on the inside of the unit, is right.
             border = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self._borders[id(border)] = (border, seen.unit.name)
             outputs.append(border.clone())  # not a leaf: the caller may change it in place
@@ -301,10 +306,14 @@ class Recording(ABC):
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
         """Raise ConfigError if `tensors` depend on another unit's interior, or on a border other than the arguments."""
         for leaf in _graph_leaves(tensors):
-            origin = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
+            origin = self._interior.get(id(leaf))
+            target = "the loss"
+            if unit is not None:  # the loss may depend on borders, a unit only on those among its arguments
+                origin = origin or self._borders.get(id(leaf))
+                target = f"unit {unit.name}"
             if origin is not None and id(leaf) not in own:
                 raise ConfigError(
-                    f"a tensor computed inside unit {origin[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
+                    f"a tensor computed inside unit {origin[1]} reaches {target} "
                     "without being an argument or a result (through an attribute, an object of an own class, or an "
                     "object or list that a hook holds), and its gradient would be lost while the unit is offloaded. "
                     "Return the tensor alone or in a tuple, dict or dataclass (without slots), put it into a list or "
@@ -320,23 +329,15 @@ class FirstPass(Recording):
         self._rows_to_learn = rows
         self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in units if unit.resident]
 
-    def _run_watched(self, seen: Observed, forward: Forward, made: OutsideTensors) -> None:
-        contents = _Contents(seen.weights)
-        super()._run_watched(seen, forward, made)
-        if contents.has_changed(unversioned=True):
-            refuse_writes(seen.unit)
-
-    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
-        outputs = super()._run(seen, forward, made)
-        is_certain = seen.saved.num_bytes > 0 or seen.saved.has_weights or not seen.is_plain
-        seen.reads_weights = is_certain or self._reads_weights(seen)
-        return outputs
+    def _watch(self, weights: Sequence[torch.Tensor]) -> _Contents:
+        return _Contents(weights)
 
     def _learn(self, seen: Observed) -> None:
         detached = frozenset(i for i, t in enumerate(seen.result.tensors) if not t.requires_grad)
         saves_buffers = seen.saved.has_numbers and seen.moved_buffers
         keeps_nothing = seen.is_plain and not seen.mutated and not seen.saved.num_bytes and not saves_buffers
-        graph = GraphTraits(detached, keeps_nothing, seen.reads_weights or not keeps_nothing)
+        reads_weights = not keeps_nothing or seen.saved.has_weights or self._reads_weights(seen)
+        graph = GraphTraits(detached, keeps_nothing, reads_weights)
         signature = seen.unit.gradient_signature(seen.arguments.tensors)
         is_first = self._is_first(seen.traits)
         seen.traits.learn_use(signature, graph, seen.mutated, seen.moved_buffers, is_first=is_first)
@@ -364,18 +365,20 @@ class SecondPass(Recording):
         self._before = before
 
     def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
+        # First, because the run with a graph moves generators and buffers. Attributes are those of the last run.
         seen.results_without_graph = self._run_without_graph(seen, forward)
         return super()._run(seen, forward, made)
 
     def _learn(self, seen: Observed) -> None:
+        # A unit that changes its inputs is recomputed under a graph in any case.
         if not seen.mutated and not all(map(same_bits, seen.result.tensors, seen.results_without_graph)):
             seen.traits.needs_graph = True
         if self.rows == self._before.rows:
             return  # a call in the caller's own loop: no second row count
         uses, before = self.uses[seen.unit.name], self._before.uses.get(seen.unit.name, [])
         use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
-        rows, is_first = (self._before.rows, self.rows), self._is_first(seen.traits)
-        seen.traits.learn_rows(use_before, uses[-1], rows, is_first=is_first)
+        rows = self._before.rows, self.rows
+        seen.traits.learn_rows(use_before, uses[-1], rows, is_first=self._is_first(seen.traits))
 
     def _run_without_graph(self, seen: Observed, forward: Forward) -> list[torch.Tensor]:
         """Run a use as in a streamed forward. Return the results; empty if the forward needs a graph."""
@@ -419,7 +422,8 @@ class _WeightReadDetector(WatchingMode):
 
     def __init__(self, runner: UnitRunner) -> None:
         super().__init__()
-        self._runner, self.has_reads = runner, False
+        self._runner = runner
+        self.has_reads = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(self._runner.is_weight(leaf) for leaf in _operands(args, kwargs)):
@@ -479,8 +483,10 @@ class _SavedTensors(SavedBytes):
 
     def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__(inputs, runner.device)
-        self._runner, self.contents = runner, _Contents()
-        self.has_weights = self.has_numbers = False
+        self._runner = runner
+        self.contents = _Contents()
+        self.has_weights = False
+        self.has_numbers = False
 
     def add(self, tensor: torch.Tensor) -> None:
         if self._runner.slots.holds(tensor):
