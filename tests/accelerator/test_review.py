@@ -517,7 +517,7 @@ def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkey
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
     assert losses(one, range(5)) == large.losses
-    assert len(parts_of(one).runner.saved.policy._on_device) == num_kept
+    assert len(parts_of(one).runner.saved.policy.on_device) == num_kept
     assert one.counters.peak_device_bytes <= free
 
 
@@ -525,13 +525,13 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
     one = engine(recompute="auto")
     found = losses(one, range(3))
     policy = parts_of(one).runner.saved.policy
-    assert len(policy._on_device) == 2
+    assert len(policy.on_device) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
     # More than the minimum, since fragmented blocks do not always fit the next tensor.
     sim.set_memory_limit(torch.sim.memory_reserved() + large.least + (large.most - large.least) // 4)
     assert found + losses(one, (3, 4)) == large.losses
-    assert len(policy._on_device) < 2
+    assert len(policy.on_device) < 2
 
 
 def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):

@@ -18,14 +18,14 @@ from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 
 SIGNATURE = ((True,), frozenset[int]())
+KEY = ("unit",)
 
 
 def policy(mode: str, *, is_measured: bool = True, fits: bool = False, offloads: bool = False, pool: Any = None) -> Any:
     choice = GraphChoice(mode, has_budget=True, can_offload=pool is not None)
     return SimpleNamespace(
-        mode=mode,
-        graph_offload=pool,
-        keeps_on_device=lambda _: choice.stays(fits),
+        choice=choice,
+        on_device={KEY} if fits else set(),
         is_measured=lambda _: is_measured,
         offloads=lambda _: choice.leaves(offloads),
     )
@@ -48,7 +48,7 @@ def policy(mode: str, *, is_measured: bool = True, fits: bool = False, offloads:
 )
 def test_mode_and_room_choose(chosen_by: Any, expected: type) -> None:
     unit: Any = SimpleNamespace(traits=UnitTraits(), weight_bytes=100)
-    assert keep.keep_for(chosen_by, unit, ("unit",), SIGNATURE) is expected
+    assert keep.keep_for(chosen_by, unit, KEY, SIGNATURE) is expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_mode_and_room_choose(chosen_by: Any, expected: type) -> None:
 )
 def test_traits_go_before_the_mode(traits: UnitTraits, expected: type) -> None:
     unit: Any = SimpleNamespace(traits=traits, weight_bytes=100)
-    assert keep.keep_for(policy("never", pool="cpu"), unit, ("unit",), SIGNATURE) is expected
+    assert keep.keep_for(policy("never", pool="cpu"), unit, KEY, SIGNATURE) is expected
 
 
 class Counting(Block):

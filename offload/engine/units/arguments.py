@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping, Mutabl
 from dataclasses import dataclass, is_dataclass
 from operator import is_, itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
@@ -21,8 +21,11 @@ _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
 """The most common argument types. They are handled directly, since torch pytree needs ten calls per leaf."""
 
 
-class _Keywords(dict[str, Any]):
-    """Keyword arguments of a call: a fresh dict, so changes by a unit stay invisible to others."""
+class _Call(NamedTuple):
+    """Arguments of a call. The keyword arguments are a fresh dict, so changes by a unit stay invisible to others."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Arguments:
@@ -40,14 +43,16 @@ class Arguments:
         not stored here: a use with a reference to a container would also hold later content, including the use's own
         result, a reference cycle. `opens_caches`: expand key-value caches too.
         """
+        if containers is None:
+            containers = []
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
         self._opens_caches = opens_caches
-        self._shells: dict[int, Any] = {}
+        self._shells: dict[int, Any] = {}  # containers of other types without their content, by number
         leaves: list[Any] = []
-        self._spec = self._flatten(tree, leaves, [] if containers is None else containers)
-        seen: dict[int, int] = {}
+        self._spec = self._flatten(tree, leaves, containers)
         self._places: list[tuple[bool, int]] = []  # Per leaf: (is a tensor, index).
+        seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 index = seen.setdefault(id(leaf), len(self.tensors))
@@ -74,11 +79,14 @@ class Arguments:
 
         `containers`: as in `Arguments()`; new containers are appended.
         """
-        others = self.others if others is None else others
+        if others is None:
+            others = self.others
+        if containers is None:
+            containers = []
         leaves: list[Any] = []
         for is_tensor, index in self._places:
             leaves.append(tensors[index] if is_tensor else others[index])
-        return self._rebuild(self._spec, iter(leaves), [] if containers is None else containers)
+        return self._rebuild(self._spec, iter(leaves), containers)
 
     def _flatten(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
         """Append the leaves of `tree` and return the tree spec.
@@ -87,9 +95,9 @@ class Arguments:
         """
         node_type: Any = type(tree)
         keys, parts = None, tree
-        is_container = node_type is not tuple and node_type is not _Keywords
-        if node_type is _Keywords:
-            keys, parts = tuple(tree), tree.values()
+        is_container = node_type is not tuple and node_type is not _Call
+        if node_type is _Call:
+            keys, parts = (len(tree.args), *tree.kwargs), [*tree.args, *tree.kwargs.values()]
         elif is_container:
             for number, known in enumerate(containers):
                 if known is tree:
@@ -131,8 +139,11 @@ class Arguments:
         for part in specs:
             parts.append(next(leaves) if part is None else self._rebuild(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
         tree: Any
-        if node_type is dict or node_type is _Keywords:
-            tree = node_type(zip(keys, parts, strict=True))
+        if node_type is _Call:
+            num_args, *names = keys
+            tree = _Call(tuple(parts[:num_args]), dict(zip(names, parts[num_args:], strict=True)))
+        elif node_type is dict:
+            tree = dict(zip(keys, parts, strict=True))
         elif node_type is tuple or node_type is list:
             tree = node_type(parts)
         elif isinstance(node_type, TreeSpec):
@@ -191,27 +202,33 @@ def _cache_types() -> tuple[type, ...]:
 def _copy_container(container: Any) -> Any:
     """Return a copy of a container and of the containers in its attributes. Tensors and elements are shared."""
     own = copy.copy(container)
-    for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
+    attributes = getattr(own, "__dict__", {})
+    for name, value in attributes.items():
         if _is_container(value):
-            vars(own)[name] = copy.copy(value)
+            attributes[name] = copy.copy(value)
     return own
 
 
 def _store(container: Any) -> Any:
     """Return the object that stores the content: for a cache or a dataclass, the attribute dict."""
-    has_items = isinstance(container, _MUTABLE) and not isinstance(container, _cache_types())
-    return container if has_items else vars(container)
+    if isinstance(container, _MUTABLE) and not isinstance(container, _cache_types()):
+        return container
+    return vars(container)
 
 
 def _contents(containers: Sequence[Any]) -> list[list[Any]]:
     """Return the content of each container as a flat list: the items, or for a mapping all keys, then all values."""
     contents: list[list[Any]] = []
     for container in containers:
+        kind = type(container)
+        store = container
         # Runs in every use, mostly for dict and list; the cache type check takes ten calls.
-        container_type = type(container)
-        store = container if container_type is dict or container_type is list else _store(container)
-        is_mapping = container_type is dict or (container_type is not list and isinstance(store, MutableMapping))
-        contents.append([*store, *store.values()] if is_mapping else list(store))
+        if kind is not dict and kind is not list:
+            store = _store(container)
+        content = list(store)
+        if kind is dict or (kind is not list and isinstance(store, MutableMapping)):
+            content += store.values()
+        contents.append(content)
     return contents
 
 
@@ -220,7 +237,7 @@ def _refill(container: Any, content: Sequence[Any]) -> Any:
     store = _store(container)
     if isinstance(store, MutableMapping):
         keys, values = content[: len(content) // 2], content[len(content) // 2 :]
-        if list(store) != keys[: len(store)]:  # Some keys are gone or new.
+        if list(store) != keys[: len(store)]:  # Some keys are gone or new: the order must be that of `content`.
             for key in list(store):
                 del store[key]
         for key, value in zip(keys, values, strict=True):
@@ -250,10 +267,10 @@ def receive_call(
     outputs.
     """
     containers: list[Any] = []
-    arguments = Arguments((args, _Keywords(kwargs)), containers, opens_caches)
+    arguments = Arguments(_Call(args, kwargs), containers, opens_caches)
     _, collected = find_collectors(contextvars.copy_context())
     more_containers = collected
-    if any(collected):
+    if any(collected):  # containers inside count too; the numbers are those of `copy_collected`
         Arguments(collected, more_containers := [])
     containers += more_containers
     return arguments, containers
@@ -298,7 +315,7 @@ def run_over_copies(
 
     The caller's own containers change only in `deliver_result`.
     """
-    containers: list[Any] = []
+    containers: list[Any] = []  # in the order of `receive_call`, so that numbers mean the same containers
     args, kwargs = arguments.fill(tensors, others, containers)
     variables, collected = find_collectors(contextvars.copy_context())
     try:
@@ -316,27 +333,26 @@ def _find_changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> lis
     """Return (change, new items) for each container with changed content."""
     now, changed = _contents(containers), []
     for number, (a, b) in enumerate(zip(before, now, strict=True)):
-        if len(a) != len(b) or not all(map(is_, a, b)):
+        if len(a) != len(b) or not all(map(is_, a, b)):  # one call; a generator would take one for each item
             changed.append(number)
     if not changed:
         return []
     places = {id(item): (number, place) for number, items in enumerate(before) for place, item in enumerate(items)}
     changes = []
     for number in changed:
+        # A plain value has no identity: the same number may be in several containers.
         kept_places = [None if type(item) in _PLAIN else places.get(id(item)) for item in now[number]]
-        changes.append(
-            (
-                _Change(number, kept_places),
-                [item for item, place in zip(now[number], kept_places, strict=True) if place is None],
-            )
-        )
+        new_items = [item for item, place in zip(now[number], kept_places, strict=True) if place is None]
+        changes.append((_Change(number, kept_places), new_items))
     return changes
 
 
 def deliver_result(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
     """Return a unit result for the caller, and apply the recorded changes to the caller's own `containers`."""
     value, *changes = result.fill(tensors, containers=containers)
-    before = _contents(containers) if changes else []
+    if not changes:
+        return value
+    before = _contents(containers)  # of all first: an item may have moved from one container to another
     for change, items in changes:
         new = iter(items)
         content = [next(new) if place is None else before[place[0]][place[1]] for place in change.places]

@@ -75,12 +75,12 @@ class Inputs:
         key: UseKey,
     ) -> None:
         self.unit = unit
-        self._traits = unit.traits  # of this structure of arguments: a later call may select others
         self._runner = runner
         self._saved = runner.saved
         self._policy = runner.saved.policy
 
         # The call.
+        self._traits = unit.traits  # of this structure of arguments: a later call may select others
         self._rows = rows
         self._arguments = arguments
         self._signature = signature
@@ -100,9 +100,11 @@ class Inputs:
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin the use, before the unit has its weights: save the inputs."""
         traits = self._traits
-        copied = traits.mutated | traits.stale
-        inputs = (t.clone() if i in copied else t.detach() for i, t in enumerate(tensors))
-        are_movable = (need and i not in traits.shared for i, need in enumerate(self._needs))
+        inputs = [t.detach() for t in tensors]
+        for i in traits.mutated | traits.stale:  # changed in place before the recomputation reads it
+            inputs[i] = inputs[i].clone()
+        # An input of several units stays: it is on the device once for all of them.
+        are_movable = [need and i not in traits.shared for i, need in enumerate(self._needs)]
         self._inputs = self._saved.save(inputs, are_movable, self.claim)
         self._versions = list(map(_version, self._inputs))
         if not self._saved.inputs_stay:
@@ -110,6 +112,7 @@ class Inputs:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
         """Run all micro-batches; return their results. Raises ConfigError if a buffer changed."""
+        # The recomputation restores the buffers that the recording saw changing. A change of another would count twice.
         buffers = self.unit.still_buffers()
         results = self._run_all(tensors)
         _refuse_changed_buffers(self.unit, buffers)
@@ -188,9 +191,11 @@ class Inputs:
         pairs: list[tuple[Any, torch.Tensor]] = [
             (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
         ]
-        inputs = None if trains else [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
+        inputs = None
+        if not trains:  # A parameter that receives a gradient passes it on by its hook.
+            inputs = [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
         torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
-        return [leaf.grad if need else None for leaf, need in zip(graph.leaves, self._needs, strict=True)]
+        return [leaf.grad for leaf in graph.leaves]
 
     def _look_ahead(self, number: int) -> None:
         """Start the H2D copies for this micro-batch and for the next one in backward order."""
@@ -215,14 +220,16 @@ class Inputs:
         others = self._traits.cut_others(self._arguments.others, micro_batch.span)
         inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
         use = Use(runner, self._arguments, inputs, others, self._needs)
+        known = inputs if saved.inputs_stay else ()  # on the device with a graph and without
         with (
-            self._policy.measure(self._key, inputs if saved.inputs_stay else (), len(self._micro_batches)),
+            self._policy.measure(self._key, known, len(self._micro_batches)),
             micro_batch.snapshot.repeated(),
             runner.outputs.replayed(outputs),
         ):
             return self._repeat(use, runner.stages.for_recomputation(micro_batch.forward))
 
     def _repeat(self, use: Use, forward: Forward) -> Graph:
+        # The thread of a backward has other contexts than the caller of the forward.
         graph, _ = self._thread_state.run(run_with_graph, self.unit, use, forward, self._traits.mutated)
         return graph
 
@@ -252,13 +259,17 @@ class InputsAndTensors(Inputs):
         return result
 
     def collect(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        kept = self._made.alive(results) if self._made else {}
+        if self._made is None:
+            return []
+        kept = self._made.alive(results)
+        self._made = None
         streams, address = self._runner.slots.streams, self._runner.device.address
         self._views = {number for number, t in kept.items() if streams(address(t))}
-        self._made, self._kept = None, {number: ref(tensor) for number, tensor in kept.items()}
+        self._kept = {number: ref(tensor) for number, tensor in kept.items()}
         return list(kept.values())
 
     def check_gradients(self, gradients: GradientTensors) -> None:
+        # The gradients of kept tensors come last, as in `UnitCall.forward`.
         of_kept = zip(self._kept, gradients[len(gradients) - len(self._kept) :], strict=True)
         if any(number in self._views and gradient is not None for number, gradient in of_kept):
             raise ConfigError(
@@ -269,14 +280,18 @@ class InputsAndTensors(Inputs):
     def _run_graph(self, graph: Graph, *others: Any) -> GradientTensors:
         input_gradients = super()._run_graph(graph, *others)
         for kept, root in zip(self._kept.values(), graph.roots[len(graph.roots) - len(self._kept) :], strict=True):
+            # `retain_grad` was called in the forward, and so again in the recomputation. The script reads the first.
             if isinstance(root, torch.Tensor) and root.retains_grad and (tensor := kept()) is not None:
                 tensor.grad = root.grad
         return input_gradients
 
     def _repeat(self, use: Use, forward: Forward) -> Graph:
-        made, collected = OutsideTensors(self._kept), Collected(self.unit.modules)
-        graph = super()._repeat(use, made.watching(forward) if self._kept else forward)
-        collected.put_back()
+        collected = Collected(self.unit.modules)
+        made = OutsideTensors(self._kept)
+        if self._kept:
+            forward = made.watching(forward)
+        graph = super()._repeat(use, forward)
+        collected.put_back()  # hooks have collected the tensors of the recomputation too
         if self._kept:
             made.add_inputs(graph.leaves)
             graph.roots += [self._find_again(made, number) for number in self._kept]
@@ -302,6 +317,7 @@ class Products(Inputs):
         return run_without_saving(self.unit, use, micro_batch.forward)[1]
 
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
+        # Each storage counts once: outputs may be views of one tensor.
         address = self._saved.device.address
         storages = {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
         if not self._has_room(sum(storages.values())):
@@ -358,19 +374,23 @@ class SavedGraph(Inputs):
 
     @property
     def reads_weights(self) -> bool:
-        memories = [each.graph.memory if each.graph else None for each in self._micro_batches]
-        is_free = all(memory is not None and not memory.has_weights for memory in memories)
-        return not is_free or self._traits.graph(self._signature).reads_weights
+        graphs = [each.graph for each in self._micro_batches]
+        # Without a graph a micro-batch recomputes.
+        if any(graph is None or graph.memory is None or graph.memory.has_weights for graph in graphs):
+            return True
+        return self._traits.graph(self._signature).reads_weights
 
     def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
         micro_batch = self._micro_batches[number]
-        graph, micro_batch.graph = micro_batch.graph, None
+        graph, micro_batch.graph = micro_batch.graph, None  # freed as soon as its backward ends
         if graph is None:
             return super()._backward_of(number, gradients, trains)
         return self._run_graph(graph, number, gradients, trains)
 
     def prepare(self, number: int = 0) -> None:
-        graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
+        if number >= len(self._micro_batches):
+            return
+        graph = self._micro_batches[number].graph
         if graph is not None and graph.memory is not None:
             graph.memory.prepare()
         else:
@@ -389,20 +409,22 @@ class OffloadedGraph(SavedGraph):
 
 def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: GradientSignature) -> type[Inputs]:
     """Return the class that keeps a use of `unit` with these input shapes and this gradient signature."""
-    traits, mode = unit.traits, policy.mode
+    traits = unit.traits
+    choice = policy.choice
     if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
         return InputsAndTensors
-    if traits.graph(signature).keeps_nothing:
+    if traits.graph(signature).keeps_nothing:  # a recomputation would save no memory
         return SavedGraph
-    if traits.rewrites and policy.graph_offload is not None:
+    if traits.rewrites and choice.can_offload:  # the copy has the values from before the change
         return Inputs
+    # What a graph holds must not change before the backward, and copies of weights are as much as the weights.
     if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
         return Inputs
-    if policy.keeps_on_device(key):
-        return Products if mode == PRODUCTS else SavedGraph
-    if mode == PRODUCTS and not policy.is_measured(key):
+    if choice.stays(key in policy.on_device):
+        return Products if choice.mode == PRODUCTS else SavedGraph
+    if choice.mode == PRODUCTS and not policy.is_measured(key):
         return MeasuredProducts
-    if policy.graph_offload is not None and policy.offloads(key):
+    if choice.can_offload and policy.offloads(key):
         return OffloadedGraph
     return Inputs
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +33,8 @@ def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractCont
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-class GraphChoice(NamedTuple):
+@dataclass(frozen=True)
+class GraphChoice:
     """The rule of a `RecomputePolicy`, from numbers of bytes alone: a forecast asks it too.
 
     Sizes by key are in backward order, because the last graphs are held shortest.
@@ -44,7 +47,7 @@ class GraphChoice(NamedTuple):
     can_offload: bool
     """True if graphs can go to host or NVMe memory."""
 
-    @property
+    @cached_property
     def fills_device(self) -> bool:
         """True if graphs, or outputs of products, take the device memory that everything else leaves."""
         return self.mode in ("auto", PRODUCTS)
@@ -73,9 +76,12 @@ class GraphChoice(NamedTuple):
         """Select what goes to host or NVMe memory, of at most `room_bytes`, spread evenly over the pass: a slow link
         copies one graph while the units up to the next one compute.
         """
-        total, passed, used, chosen = sum(sizes.values()), 0, 0, []
+        total = sum(sizes.values())
+        passed = used = 0
+        chosen = []
         for key, size in sizes.items():
             passed += size
+            # The chosen share of the bytes so far is at most the share of all bytes that has room.
             if used + size <= room_bytes and (used + size) * total <= room_bytes * passed:
                 chosen.append(key)
                 used += size
@@ -107,32 +113,35 @@ class RecomputePolicy:
     ) -> None:
         self.graph_offload = graph_offload
         """Storage for graphs above the device budget. None: no graph offload."""
-        self._mode, self._execution_mode, self._device, self._ledger, self._is_weight = (
-            mode,
-            execution_mode,
-            device,
-            device.ledger,
-            is_weight,
-        )
-        self._sizes: dict[UseKey, int] = {}
-        self._whole_sizes: dict[UseKey, int] = {}
-        self._on_device: set[UseKey] = set()
+        self._execution_mode = execution_mode
+        self._device = device
+        self._ledger = device.ledger
+        self._is_weight = is_weight
+
+        # The rule. Of all that it depends on, only the execution mode changes later.
+        self._choice_of_setting = GraphChoice(mode, self._ledger.budget_bytes is not None, graph_offload is not None)
+        self._choice_without_recomputation = replace(self._choice_of_setting, mode="never")
+
+        # What was measured, and what was chosen from it.
+        self._sizes: dict[UseKey, int] = {}  # bytes of graphs, or of outputs of products, on the device
+        self._whole_sizes: dict[UseKey, int] = {}  # bytes of graphs with the unit inputs, which leave the device too
+        self.on_device: set[UseKey] = set()
+        """Kinds of uses with a graph, or outputs of products, chosen to stay on the device."""
         self._offloaded: set[UseKey] = set()
-        self._used_keys: set[UseKey] = set()
-        self._new: list[UseKey] = []
-        self._others_peak_bytes = 0
-        self._step_peak_bytes = 0
+
+        # Of this step.
+        self._used_keys: set[UseKey] = set()  # with a question about offload
+        self._new: list[UseKey] = []  # measured, in backward order
+        self._step_peak_bytes = 0  # of kept tensors
         self._device_peak_bytes = 0
-        self._recomputed_bytes = 0
+
+        self._others_peak_bytes = 0  # of everything but kept tensors, over all steps
+        self._recomputed_bytes = 0  # of the last measured graph, until the next update of a peak
 
     @property
     def mode(self) -> str:
         """Effective mode, as in the setting. "never" if the equivalence check has disabled recomputation."""
-        return self._mode if self._execution_mode.recomputes else "never"
-
-    def keeps_on_device(self, key: UseKey) -> bool:
-        """True if uses of this kind keep their graph, or outputs of products, on the device."""
-        return self._choice.stays(key in self._on_device)
+        return self.choice.mode
 
     def is_measured(self, key: UseKey) -> bool:
         """True if the size is known."""
@@ -141,11 +150,14 @@ class RecomputePolicy:
     def offloads(self, key: UseKey) -> bool:
         """True if this use, now in this step, offloads its graph."""
         self._used_keys.add(key)
-        return self._choice.leaves(key in self._offloaded)
+        return self.choice.leaves(key in self._offloaded)
 
     @property
-    def _choice(self) -> GraphChoice:
-        return GraphChoice(self.mode, self._ledger.budget_bytes is not None, self.graph_offload is not None)
+    def choice(self) -> GraphChoice:
+        """The rule in the effective mode."""
+        if self._execution_mode.recomputes:
+            return self._choice_of_setting
+        return self._choice_without_recomputation
 
     def has_room(self, num_bytes: int) -> bool:
         """True if the budget allows `num_bytes` more for graphs."""
@@ -155,7 +167,7 @@ class RecomputePolicy:
     def add_outputs(self, key: UseKey, num_bytes: int) -> None:
         """Add the size of the products of one micro-batch."""
         if key not in self._new:
-            self._new.insert(0, key)
+            self._new.insert(0, key)  # measured in the forward, but chosen in backward order
         self._sizes[key] = self._sizes.get(key, 0) + num_bytes
 
     def update_peaks(self) -> None:
@@ -168,11 +180,12 @@ class RecomputePolicy:
     @contextmanager
     def measure(self, key: UseKey, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
         """Measure the graph size in the recomputation of one of `num_parts` micro-batches, unless known or unused."""
-        may_keep = self.graph_offload is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
-        if not may_keep or self.mode == "never" or key in self._sizes:
+        mode = self.mode
+        may_keep = self.graph_offload is not None or (mode == "auto" and self._ledger.budget_bytes is not None)
+        if not may_keep or mode == "never" or key in self._sizes:
             yield
             return
-        self._update_other_peak(self._graph_bytes)
+        self._update_other_peak(self._graph_bytes)  # without this graph
         address = self._device.address
         known = {address(tensor.untyped_storage()) for tensor in inputs}
         storages: dict[int, int] = {}
@@ -199,7 +212,7 @@ class RecomputePolicy:
         try:
             yield
         finally:
-            self._device.take_recent_peak()
+            self._device.take_recent_peak()  # the peak of a trial is no peak of a step
             vars(self).update(before)
 
     def begin_step(self) -> None:
@@ -212,15 +225,17 @@ class RecomputePolicy:
         """Select graphs to save from the measurements of this step. Returns the peak device memory in bytes."""
         self._update_other_peak(self._step_peak_bytes)
         budget = self._ledger.budget_bytes
-        room = 0 if budget is None else budget - self._others_peak_bytes - self._step_peak_bytes
-        self._on_device.update(self._choice.on_device({key: self._sizes[key] for key in self._new}, room))
-        others = [key for key in self._new if key not in self._on_device]
+        room = 0  # without a budget all graphs stay, chosen or not
+        if budget is not None:
+            room = budget - self._others_peak_bytes - self._step_peak_bytes
+        self.on_device.update(self.choice.on_device({key: self._sizes[key] for key in self._new}, room))
+        others = [key for key in self._new if key not in self.on_device]
         if self.graph_offload is not None and others:
             # All buffers are free by now. Graphs for different shapes never wait at the same time.
             room = self.graph_offload.room_bytes - sum(
                 self._whole_sizes[key] for key in self._offloaded & self._used_keys
             )
-            self._offloaded.update(self._choice.offloaded({key: self._whole_sizes[key] for key in others}, room))
+            self._offloaded.update(self.choice.offloaded({key: self._whole_sizes[key] for key in others}, room))
         self._new.clear()
         return self._device_peak_bytes
 
@@ -242,13 +257,14 @@ class RecomputePolicy:
         """
         if self._ledger.budget_bytes is None:
             return False
-        if not self._on_device:  # Each offloaded graph passes through device memory on both copies.
+        if not self.on_device:  # Each offloaded graph passes through device memory on both copies.
             offloaded = [key for key in self._sizes if key in self._offloaded]
             self._offloaded = set(offloaded[1::2])
             return bool(offloaded)
-        self._new = [key for key in self._sizes if key in self._on_device]
+        # As if all were new, with room for half of their bytes: `end_step` chooses again.
+        self._new = [key for key in self._sizes if key in self.on_device]
         self._others_peak_bytes = self._ledger.budget_bytes - sum(self._sizes[key] for key in self._new) // 2
-        self._on_device.clear()
+        self.on_device.clear()
         return True
 
     @property

@@ -50,8 +50,8 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, Claim] = {}
-        self._dropped: deque[weakref.ref[Any]] = deque()
+        self._open: dict[int, Claim] = {}  # by `id` of the weak reference
+        self._dropped: deque[weakref.ref[Any]] = deque()  # references to uses that were garbage-collected
 
     def open(self, user: object, unit: str) -> Claim:
         """Open and return the claim of a use."""
@@ -99,40 +99,44 @@ class SavedInputs:
     def __init__(
         self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
     ) -> None:
-        self.device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
+        self.device = device
+        self.policy = policy
+        self._lanes = lanes
+        self._offload = offload
         self._pools = [pool for pool in (offload, policy.graph_offload) if pool is not None]
-        self._ledger_entries: dict[int, tuple[int, str]] = {}
+        self._ledger_entries: dict[int, tuple[int, str]] = {}  # (number of holders, ledger name) by storage address
         self.is_trial = False
         """True in trial runs: inputs and graphs stay on the device."""
-        self._calls: list[weakref.ref[OffloadedUse]] = []
         self.inputs_stay = offload is None
         """True if unit inputs wait on the device."""
+
         self.prefetches = bool(self._pools) and lanes.overlap
+        """True if the copies for a backward begin before it."""
+        self._calls: list[weakref.ref[OffloadedUse]] = []  # in forward order; weak, because a loss may be dropped
 
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True if the device budget has room for a tensor."""
         storage = tensor.untyped_storage()
         return self.device.address(storage) in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
-    def save(self, tensors: Iterable[torch.Tensor], are_movable: Iterable[bool], claim: Claim) -> list[torch.Tensor]:
-        """Save unit inputs; return the tensors themselves, or stand-ins after offload.
-
-        Each tensor is in the claim before the next is taken: after an error, the claim releases all.
-        """
-        moves = self._offload is not None and not self.is_trial
-        saved, has_new = [], False
-        for tensor, is_movable in zip(tensors, are_movable, strict=True):
-            if moves and is_movable:
-                tensor = self._offload.put(tensor)  # type: ignore[union-attr]
-            saved.append(tensor)
-            has_new |= self._enter(tensor, "unit inputs", claim)
-        if has_new:
-            self.policy.update_peaks()
+    def save(self, tensors: Sequence[torch.Tensor], are_movable: Sequence[bool], claim: Claim) -> list[torch.Tensor]:
+        """Save unit inputs; return the tensors themselves, or stand-ins after offload."""
+        saved = list(tensors)
+        if self._offload is None or self.is_trial:
+            self.reserve(saved, "unit inputs", claim)
+            return saved
+        for number, is_movable in enumerate(are_movable):
+            if is_movable:
+                saved[number] = self._offload.put(saved[number])
+            # Before the next one moves: after an error there, the claim releases this one.
+            self.reserve(saved[number : number + 1], "unit inputs", claim)
         return saved
 
     def start_copies(self, tensors: Sequence[torch.Tensor]) -> list[DeviceCopy]:
         """Start copying saved inputs to the device."""
-        return [DeviceCopy(tensor) if self._offload is None else self._offload.get(tensor) for tensor in tensors]
+        if self._offload is None:
+            return [DeviceCopy(tensor) for tensor in tensors]
+        return [self._offload.get(tensor) for tensor in tensors]
 
     def wait(self, copies: list[DeviceCopy]) -> list[torch.Tensor]:
         """Let compute wait for the copies; return the tensors in their original layout."""
@@ -140,6 +144,7 @@ class SavedInputs:
         if tickets:
             self._lanes.compute_after(tickets)
         for number, (tensor, _, layout) in enumerate(copies):
+            # Kernels choose the order of sums by the layout, and the forward had the original one.
             if layout is not None and layout != TensorLayout.of(tensor):
                 copies[number] = DeviceCopy(layout.copy(tensor))
         return [copy.tensor for copy in copies]
@@ -158,36 +163,35 @@ class SavedInputs:
             previous = self._calls.pop()()
             if previous is not None and previous is not call:
                 previous.prepare(number)
-                self._calls.append(weakref.ref(previous))
+                self._calls.append(weakref.ref(previous))  # a later call asks for its next micro-batch
                 return
 
     def reserve(self, tensors: Iterable[torch.Tensor], name: str, claim: Claim) -> None:
-        """Enter waiting tensors in the device ledger. A tensor shared by several units counts once."""
+        """Enter waiting tensors in the claim and, where they are on the device, in its ledger.
+
+        A tensor shared by several units counts once.
+        """
+        if self.is_trial:
+            return
         has_new = False
         for tensor in tensors:
-            has_new |= self._enter(tensor, name, claim)
+            storage = tensor.untyped_storage()
+            key, num_bytes = self.device.address(storage), storage.nbytes()
+            if self._offload is None or key not in self._offload.buffers_in_use:
+                count, first = self._ledger_entries.get(key, (0, name))
+                if not count:
+                    self.device.ledger.reserve(name, num_bytes, _FIXES[name])
+                    has_new = True
+                self._ledger_entries[key] = (count + 1, first)
+            claim.entries.append((key, num_bytes))
         if has_new and name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
             self.policy.update_peaks()
-
-    def _enter(self, tensor: torch.Tensor, name: str, claim: Claim) -> bool:
-        """Enter a tensor in the ledger and the claim. Return True if the ledger counts it from now on."""
-        if self.is_trial:
-            return False
-        storage = tensor.untyped_storage()
-        key, num_bytes = self.device.address(storage), storage.nbytes()
-        count = 1
-        if self._offload is None or key not in self._offload.buffers_in_use:
-            count, first = self._ledger_entries.get(key, (0, name))
-            if not count:
-                self.device.ledger.reserve(name, num_bytes, _FIXES[name])
-            self._ledger_entries[key] = (count + 1, first)
-        claim.entries.append((key, num_bytes))
-        return not count
 
     def release(self, claim: Claim, since: int = 0) -> None:
         """Release the entries of a claim, except the first `since` entries."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
+            # The address of a stand-in is that of its buffer, so it tells the pool.
             for pool in self._pools:
                 if pool.free(key):
                     break
@@ -240,7 +244,7 @@ class KeptOutputs:
 
     def __init__(self) -> None:
         self._recorded: list[torch.Tensor] | None = None
-        self._replayed: Iterator[torch.Tensor] | None = None
+        self._replayed: Iterator[torch.Tensor] = iter(())
 
     @contextmanager
     def recorded_in(self, outputs: list[torch.Tensor]) -> Iterator[None]:
@@ -254,17 +258,20 @@ class KeptOutputs:
     @contextmanager
     def replayed(self, outputs: list[torch.Tensor]) -> Iterator[None]:
         """Replay these outputs during the context (a recomputation). An empty list: no replay."""
-        self._replayed = iter(outputs) if outputs else None
+        self._replayed = iter(outputs)
         try:
             yield
         finally:
-            self._replayed = None
+            self._replayed = iter(())
 
     def record(self, output: torch.Tensor, copies: bool = True) -> None:
         """Save an output, by default a copy: the caller may change the original in place afterwards."""
-        if self._recorded is not None:
-            self._recorded.append(output.detach().clone() if copies else output)
+        if self._recorded is None:
+            return
+        if copies:
+            output = output.detach().clone()
+        self._recorded.append(output)
 
     def next_replayed(self) -> torch.Tensor | None:
         """Return the saved output from the same call. None: compute the output, as in a first forward."""
-        return None if self._replayed is None else next(self._replayed, None)
+        return next(self._replayed, None)
