@@ -105,7 +105,9 @@ class PassObservations:
     def add_gradient(self, piece: Piece, gradient: torch.Tensor) -> None:
         """Add a contribution to the gradient of a parameter piece."""
         sketch = Sketch.of(gradient)
-        self.gradients[piece] = self.gradients[piece] + sketch if piece in self.gradients else sketch
+        if piece in self.gradients:  # a sketch is linear: the sum of sketches is that of the gradients
+            sketch = self.gradients[piece] + sketch
+        self.gradients[piece] = sketch
 
 
 class NoDropoutMode(TorchFunctionMode):
@@ -140,7 +142,7 @@ def isolated(
         with (
             state.runner.as_engine_calls(),
             state.stages.paused(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.set_grad_enabled(torch.is_grad_enabled()),  # puts the mode back, whatever a run leaves
         ):
             yield snapshot
     finally:
@@ -152,7 +154,8 @@ class PassComparator:
     """Runs equivalence checks."""
 
     def __init__(self, state: EngineState, precision: str) -> None:
-        self._state, self._is_half = state, precision == "bf16"
+        self._state = state
+        self._is_half = precision == "bf16"
 
     def compare(self, passes: PassPair, *, is_exact: bool = True) -> EquivalenceResult:
         """Compare the streamed passes with plain passes. Collective: all ranks get the same result.
@@ -163,9 +166,9 @@ class PassComparator:
         """
         state = self._state
         has_equal_samples = is_exact and not state.runner.has_peers
-        sampling_context: Callable[[], AbstractContextManager[Any]] = (
-            nullcontext if has_equal_samples else NoDropoutMode
-        )
+        sampling_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if not has_equal_samples:
+            sampling_context = NoDropoutMode
         with state.runner.saved.trial_mode(), isolated(state, passes.roots) as snapshot:
 
             def run(passes_of: Callable[[PassPair, Snapshot], PassObservations]) -> PassObservations:
@@ -180,7 +183,8 @@ class PassComparator:
             streamed = run(self._run_streamed)
             result = self._settle(plain, streamed, is_exact)
             if result.has_failed:
-                error, streamed = streamed.error, run(self._run_streamed)
+                error = streamed.error
+                streamed = run(self._run_streamed)
                 if error is not None and streamed.error is None:  # a random failure: the caller's own error
                     raise error
                 result = self._settle(plain, streamed, is_exact)
@@ -215,6 +219,7 @@ class PassComparator:
                 passes.install(unit, number)
 
             plain = PlainPass(state, install)
+            # Resident units are not called through the router: their weights of this pass stay during the whole pass.
             with (
                 ExitStack() as undo,
                 state.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),
@@ -271,14 +276,18 @@ class PassComparator:
         if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
         for one, other in zip(plain.losses, streamed.losses, strict=True):
-            agrees = one == other if is_exact else abs(one - other) <= allowed.result * abs(one) + 1e-12
+            agrees = one == other
+            if not is_exact:  # the absolute term is for losses near 0
+                agrees = abs(one - other) <= allowed.result * abs(one) + 1e-12
             if not agrees:
                 return results or f"the loss is {one:.9g} in plain PyTorch and {other:.9g} in the engine"
         difference = self._largest_gradient_difference(plain, streamed, allowed)
         if difference or not is_exact:
             return difference
         state = plain.final_state
-        unstable_paths = {path for path, *_ in state.differences(again.final_state)} if again else ()
+        unstable_paths = set[str]()
+        if again is not None:
+            unstable_paths = {path for path, *_ in state.differences(again.final_state)}
         for path, mine, theirs in state.differences(streamed.final_state):
             # A loss function may store anything.
             is_in_loss_function = path.removeprefix("the length of ").startswith("loss_fn")
@@ -323,7 +332,9 @@ def _first_result_difference(plain: PassObservations, streamed: PassObservations
         return ""
     for (name, mine), (_, theirs) in zip(plain.uses, streamed.uses, strict=True):
         for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-            agrees = one.distance(other) <= share * one.norm if share else one.equals(other)
+            agrees = one.equals(other)
+            if share:
+                agrees = one.distance(other) <= share * one.norm
             if not agrees:
                 return (
                     f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
@@ -336,4 +347,6 @@ def _describe_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and norm {float(value.double().norm()):.6g}"
     text = repr(value)
-    return text if len(text) < 60 else f"{text[:60]}..."
+    if len(text) < 60:
+        return text
+    return f"{text[:60]}..."

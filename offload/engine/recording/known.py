@@ -72,7 +72,7 @@ class KnownPasses:
         self.watched_calls: set[str] = set()
         self.claims: set[str] | None = None
         self.modes = 0
-        self._modes: tuple[list[bool], list[int]] = ([], [])
+        self._modes: tuple[list[bool], list[int]] = ([], [])  # training modes and frozen parameters behind `modes`
         self._hooks: list[tuple[int, str]] = []  # (number of the module, name), at the last recording or call
         self._modules = list(state.model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
@@ -81,7 +81,8 @@ class KnownPasses:
     def look_up(self, batch: Batch, loss_fn: LossFunction | None) -> KnownPass:
         """Return the knowledge about a batch. Raises ConfigError for a bad batch."""
         rows = check_batch(batch)
-        kind, form = f"{batch_pattern(batch, rows)} {loss_key(loss_fn)} {self.flags()}", BatchForm.of(batch, self.rows)
+        kind = f"{batch_pattern(batch, rows)} {loss_key(loss_fn)} {self.flags()}"
+        form = BatchForm.of(batch, self.rows)
         result, constant_keys = self.results.get(kind), self.constant_keys.get(kind, set())
         is_new = (
             result is None
@@ -89,7 +90,9 @@ class KnownPasses:
             or constant_keys != form.constant_keys(batch, constant_keys)
             or (kind in self.even and not has_even_targets(batch))
         )
-        return KnownPass(kind, rows, replace(form, obstacle=result.obstacle) if result else form, result, is_new)
+        if result is not None:
+            form = replace(form, obstacle=result.obstacle)
+        return KnownPass(kind, rows, form, result, is_new)
 
     def is_new_call(self, call: ModelCall) -> bool:
         """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
@@ -122,7 +125,7 @@ class KnownPasses:
         """Discard recordings from another training mode (dropout, moving statistics), for other frozen parameters, or
         with other forward hooks, which may keep tensors.
         """
-        # One expression, because each step runs this for all modules.
+        # One expression, because each step runs this for all modules. By name: a hook may be a new object each time.
         hooks = [
             (number, getattr(hook, "__qualname__", type(hook).__qualname__))
             for number, module in enumerate(self._modules)
@@ -130,7 +133,7 @@ class KnownPasses:
         ]
         before, self._hooks = self._hooks, hooks
         if before and hooks != before:
-            self.checks.clear()
+            self.checks.clear()  # the check has not seen the new hooks either
             self.results.clear()
             self.choices.clear()
         if self.update_modes():
@@ -140,12 +143,12 @@ class KnownPasses:
     def update_modes(self) -> bool:
         """Store the current modes. Return True if they changed."""
         modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
-        if modes == self._modes:
+        if modes == self._modes:  # first, because each step asks, and a hash takes longer
             return False
         before = self.modes
         self._modes = modes
         self.modes = digest(repr(modes).encode())
-        return self.modes != before
+        return self.modes != before  # after `adopt` only the hash is known
 
     def flags(self) -> int:
         """Return a hash of the boolean options in the model configuration.
@@ -229,9 +232,13 @@ def loss_key(loss_fn: Any) -> str:
         return ""
     if isinstance(loss_fn, partial):
         return f"{loss_key(loss_fn.func)} {_options([*loss_fn.args, *loss_fn.keywords.items()])}"
-    closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
+    closure: Mapping[str, Any] = {}
+    if inspect.isfunction(loss_fn):
+        closure = inspect.getclosurevars(loss_fn).nonlocals
     state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
-    function = loss_fn if hasattr(loss_fn, "__code__") else getattr(type(loss_fn), "__call__", None)  # noqa: B004
+    function = loss_fn
+    if not hasattr(loss_fn, "__code__"):
+        function = getattr(type(loss_fn), "__call__", None)  # noqa: B004
     name = f"{type(loss_fn).__qualname__} {getattr(function, '__qualname__', '')}"
     code = getattr(function, "__code__", None)
     return f"{name} {code and code_hash(code)} {_options([*closure.items(), *state.items()])}"

@@ -30,9 +30,9 @@ class PlainPass:
         self._install = install
         self.weights: dict[int, torch.nn.Parameter] = {}
         """Installed weights by `id`."""
-        self._handles: list[Any] = []
-        self._loaded_unit: Unit | None = None
-        self._is_running = False
+        self._handles: list[Any] = []  # of hooks on results
+        self._loaded_unit: Unit | None = None  # the only one: its weights may fill all slots
+        self._is_running = False  # a module forward
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -83,10 +83,8 @@ class PlainPass:
     def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_SavedTensor, int]:
         if tensor.layout is not torch.strided:
             return tensor.detach().clone(), 0
-        address, weights = (
-            self._runner.device.address(tensor),
-            self._slots.addresses(self._slots.cargo_of(unit.regions)),
-        )
+        address = self._runner.device.address(tensor)
+        weights = self._slots.addresses(self._slots.cargo_of(unit.regions))
         if address in weights:
             return (unit, tensor.dtype, address - weights.start, tensor.shape, tensor.stride()), 0
         return tensor.detach(), tensor._version

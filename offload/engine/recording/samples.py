@@ -25,7 +25,7 @@ class Samples:
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state = state
-        self._rows = rows
+        self._rows = rows  # row axes of the values, as configured
         self._has_peers = state.runner.has_peers
 
     def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
@@ -35,7 +35,9 @@ class Samples:
         batch is cut to a few tokens unless `has_full_length`.
         """
         mask = _padding_mask(form, batch)
-        first = 0 if mask is None else int(mask.sum(1).argmin()) // group
+        first = 0
+        if mask is not None:
+            first = int(mask.sum(1).argmin()) // group
         num_differences = form.count_differences(batch, first * group).view(-1, group).sum(1)
         num_differences += _has_other_count(batch, first, group)
         others = num_differences.argsort(stable=True, descending=True)
@@ -76,13 +78,16 @@ class Samples:
             return 0
         form = BatchForm.of(batch, self._rows)
         mask = _padding_mask(form, self._select_rows(batch, form, max(ROWS), departed is not None))
-        padding = 0 if mask is None else int((mask == 0).sum())
+        padding = 0
+        if mask is not None:
+            padding = int((mask == 0).sum())
         priority = bool(departed), is_new, min(check_batch(batch), max(ROWS)), padding, -comm.rank
+        # The last entry is the negative rank, so no two ranks have the same priority.
         return -max(comm.gather_objects(priority, "choice of the recording samples"))[-1]
 
     def take(self, batch: Batch, form: BatchForm, leader: int, has_full_length: bool, group: int = 1) -> list[Batch]:
         """Return the samples to record on, equal on all ranks."""
-        if form.is_whole:
+        if form.is_whole:  # no other number of rows runs, so both passes have the same
             return [self._build_on_leader(leader, lambda: _detach(batch))] * len(ROWS)
         return [
             self._build_on_leader(leader, partial(self._select_rows, batch, form, rows, has_full_length, group))
@@ -99,7 +104,9 @@ class Samples:
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
-        own: Any = compute() if comm.rank == leader else None
+        own: Any = None
+        if comm.rank == leader:
+            own = compute()
         return cast(_Result, comm.from_rank(leader, own, "recording samples"))
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
@@ -147,7 +154,9 @@ def _first_column(labels: torch.Tensor | None) -> int:
     if labels is None or (targets := (labels[:, 1:] != IGNORED).any(0).nonzero()).numel() == 0:
         return 0
     first = int(targets[0])
-    return first if first + 1 >= _TOKENS else 0
+    if first + 1 < _TOKENS:  # the first columns have it
+        return 0
+    return first
 
 
 def _detach(batch: Batch) -> Batch:
@@ -158,4 +167,6 @@ def _detach(batch: Batch) -> Batch:
 def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:
     """Return the padding mask [rows, tokens]. None: no mask."""
     mask = batch.get("attention_mask")
-    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0 else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0:
+        return mask
+    return None

@@ -119,9 +119,12 @@ class TrialRuns:
         self._recorded_losses.clear()
         leader = self.samples.choose_leader(inputs.batch, False, None)
         own, other = self._try_loss(inputs.batch, inputs.loss_fn, inputs.form, leader, False)[0], inputs.rule
-        difference = "" if own is None or other.obstacle else own.obstacle
-        if own is not None and replace(own, counts_rows=other.counts_rows, obstacle=other.obstacle) != other:
-            difference = "the loss counts targets in another way"
+        difference = ""
+        if own is not None:
+            if not other.obstacle:
+                difference = own.obstacle
+            if replace(own, counts_rows=other.counts_rows, obstacle=other.obstacle) != other:
+                difference = "the loss counts targets in another way"
         found = self._state.comm.gather_objects(difference, "rule of a loss")
         return next(filter(None, found), "")
 
@@ -142,7 +145,8 @@ class TrialRuns:
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
-        form = form if self._state.comm.rank == leader else leader_form
+        if self._state.comm.rank != leader:
+            form = leader_form
         self.known.constant_keys.pop(kind, None)
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
@@ -151,7 +155,10 @@ class TrialRuns:
             self._note_targets(batch, kind)
             try:
                 sizes = [check_batch(sample) for sample in samples]
-                self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
+                variants = [samples]
+                if not has_full_length:
+                    variants = self.samples.variants(form, samples)
+                self._record_on(sizes, loss_fn, variants)
                 return form
             except ENGINE_ERRORS:
                 raise
@@ -160,7 +167,8 @@ class TrialRuns:
                     raise
                 self.forget_traffic()
                 self._state.runner.has_failed = False
-                rows_text, reason = " and ".join(map(str, ROWS)), f"{type(error).__name__}: {error}".splitlines()[0]
+                rows_text = " and ".join(map(str, ROWS))
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
             form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
         self.known.constant_keys.pop(kind, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
@@ -180,8 +188,10 @@ class TrialRuns:
         keys = form.constant_keys(sample, form.axes)
         if len(keys) == len(form.axes) or (self._may_cut_rows and not is_text):
             return keys
+        if not self._may_cut_rows:
+            return set()
         # Weights of tokens for the loss alone: equal in all rows, they fit any parts.
-        return keys - {*inspect.signature(self._model.forward).parameters, "labels"} if self._may_cut_rows else set()
+        return keys - {*inspect.signature(self._model.forward).parameters, "labels"}
 
     def accept(self, inputs: PassInputs) -> None:
         """Note that this kind of batch, recorded by another engine, is checked, on rows like those of this batch."""
@@ -272,23 +282,30 @@ class TrialRuns:
         takes_labels = loss_fn is None or "labels" in select_inputs(model, probe, loss_fn)
         if takes_labels and trials.output is None:
             return rule
-        outputs = None if takes_labels else model(**select_inputs(model, probe, loss_fn))
+        outputs = None
+        if not takes_labels:  # one run of the model is enough for all labels
+            outputs = model(**select_inputs(model, probe, loss_fn))
+
+        def loss_from(found: Any, inputs: Batch) -> torch.Tensor:
+            return find_loss(found) if loss_fn is None else loss_fn(found, inputs)
 
         def loss_of(inputs: Batch) -> torch.Tensor:
-            found = trials({**probe, "labels": inputs["labels"]}) if takes_labels else outputs
-            return find_loss(found) if loss_fn is None else loss_fn(found, inputs)
+            if takes_labels:
+                return loss_from(trials({**probe, "labels": inputs["labels"]}), inputs)
+            return loss_from(outputs, inputs)
 
         def cut(row: int, inputs: Batch) -> torch.Tensor:
             number = torch.tensor([row], device="cpu")
             part, own = form.take(inputs, number), form.take({**probe, "labels": inputs["labels"]}, number)
-            found = model(**select_inputs(model, own, loss_fn))
-            return find_loss(found) if loss_fn is None else loss_fn(found, part)
+            return loss_from(model(**select_inputs(model, own, loss_fn)), part)
 
         def any_rank(found: bool) -> bool:
             return comm.any(found, "weights of a loss")
 
         obstacle = find_other_weights(probe, rule, loss_of, cut, any_rank)
-        return replace(rule, obstacle=obstacle) if obstacle else find_row_weights(probe, rule, loss_of, cut, any_rank)
+        if obstacle:
+            return replace(rule, obstacle=obstacle)
+        return find_row_weights(probe, rule, loss_of, cut, any_rank)
 
     def discard_incomplete(self) -> None:
         """Discard an incomplete recording, with everything the recording may have overwritten."""
@@ -316,6 +333,7 @@ class TrialRuns:
         """Return the first loss decision for this pattern, fixed for later batches. A decision of another engine stays
         if the first trial here agrees about the targets: the loss may be another one.
         """
+        # Names and axes of the values, and options of the model: an analysis has the decision by this key.
         names = " ".join(
             f"{name}:{value.dim() if isinstance(value, torch.Tensor) else type(value).__name__}"
             for name, value in sorted(batch.items())
@@ -326,9 +344,9 @@ class TrialRuns:
             self.loss_decisions[key] = decision
         self._foreign_decisions.discard(key)
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
-        is_same = head is not None and head.vocabulary == vocabulary
-        rule = replace(rule, shifts=bool(shifts), takes_count=bool(takes_count))
-        return rule, head if is_same else ChunkedHead.of(self._model, vocabulary)
+        if head is None or head.vocabulary != vocabulary:
+            head = ChunkedHead.of(self._model, vocabulary)
+        return replace(rule, shifts=bool(shifts), takes_count=bool(takes_count)), head
 
     def on_call(self, call: ModelCall, check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
@@ -359,8 +377,11 @@ class TrialRuns:
             is_inside = wide is None and {"float", "c10::BFloat16"} <= set(_DTYPE_NAME.findall(str(error)))
             if isinstance(error, ENGINE_ERRORS) or not changed or (wide is None and not is_inside):
                 raise
-            what = "with its own float32 tensors, such as buffers," if wide is None else f"on float32 {describe(wide)}"
-            advice = "C" if wide is None else "Give the model bf16 tensors, model(x.to(torch.bfloat16)), or c"
+            what = "with its own float32 tensors, such as buffers,"
+            advice = "C"
+            if wide is not None:
+                what = f"on float32 {describe(wide)}"
+                advice = "Give the model bf16 tensors, model(x.to(torch.bfloat16)), or c"
             raise ConfigError(
                 f"the model does not run {what} with weights in bf16: {error}. An engine in bf16 computes with bf16 "
                 f"weights, without the autocast of plain accelerate or the plain Trainer. {advice}ompute in fp32: "

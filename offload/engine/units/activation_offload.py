@@ -56,7 +56,7 @@ class TensorLayout:
     def part(self, part: torch.Tensor, whole: Sequence[int]) -> TensorLayout:
         """Return the original layout of a tensor part. `part`: view into a contiguous copy with shape `whole`."""
         begin, rest = self.begin, int(part.storage_offset())
-        for axis, stride in enumerate(self.strides):
+        for axis, stride in enumerate(self.strides):  # the copy is contiguous: its offset tells the index on each axis
             index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
             begin += index * stride
         return TensorLayout(self.strides, begin % (_LINE_BYTES // part.element_size()))
@@ -125,7 +125,9 @@ class ActivationOffload(ABC):
     """
 
     def __init__(self, device: Device, lanes: Lanes, counters: Counters, most_bytes: int | None = None) -> None:
-        self._device, self._lanes, self._counters = device, lanes, counters
+        self._device = device
+        self._lanes = lanes
+        self._counters = counters
         self._most_bytes = sys.maxsize if most_bytes is None else most_bytes
         self._allocated_bytes = 0
         self._free: list[_Buffer] = []  # Sorted by size.
@@ -137,21 +139,27 @@ class ActivationOffload(ABC):
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
             return tensor
-        number = bisect_left(self._free, num_bytes, key=_size)
-        is_new = number == len(self._free)
-        if is_new:
-            self._drop()
-        buffer = self.make(num_bytes) if is_new else self._free[number]
-        self.buffers_in_use[buffer.memory.data_ptr()] = buffer
-        if is_new:
-            self._allocated_bytes += num_bytes
-        else:
-            del self._free[number]
-        buffer.shape, buffer.layout = tensor.shape, TensorLayout.of(tensor)
+        buffer = self._take(num_bytes)
+        buffer.shape = tensor.shape
+        buffer.layout = TensorLayout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         buffer.fence.record_writer(*self._copy_out(tensor, copy, buffer))
         self._counters.count("d2h_bytes", num_bytes)
         return copy
+
+    def _take(self, num_bytes: int) -> _Buffer:
+        """Take the smallest sufficient buffer, or a new one."""
+        number = bisect_left(self._free, num_bytes, key=_size)
+        if number < len(self._free):
+            buffer = self._free[number]
+            self.buffers_in_use[buffer.memory.data_ptr()] = buffer
+            del self._free[number]
+            return buffer
+        self._drop()
+        buffer = self.make(num_bytes)
+        self.buffers_in_use[buffer.memory.data_ptr()] = buffer
+        self._allocated_bytes += num_bytes
+        return buffer
 
     def get(self, tensor: torch.Tensor) -> DeviceCopy:
         """Start a copy to the device. A tensor not offloaded is returned unchanged."""
@@ -174,11 +182,12 @@ class ActivationOffload(ABC):
     def free(self, storage: int) -> bool:
         """Return a buffer to the pool. False: not a buffer of this pool."""
         buffer = self.buffers_in_use.get(storage)
-        if buffer is not None:
-            if buffer not in self._free:
-                insort_left(self._free, buffer, key=_size)
-            del self.buffers_in_use[storage]
-        return buffer is not None
+        if buffer is None:
+            return False
+        if buffer not in self._free:
+            insort_left(self._free, buffer, key=_size)
+        del self.buffers_in_use[storage]
+        return True
 
     def reset(self) -> None:
         """Return all buffers to the pool."""
@@ -233,6 +242,7 @@ class HostActivationOffload(ActivationOffload):
 
     @property
     def _new_bytes(self) -> int:
+        # A tenth of the free memory stays for others.
         available_bytes, budget = memory().get("available_bytes", sys.maxsize) * 9 // 10, self._host.budget_bytes
         if budget is not None:
             available_bytes = min(available_bytes, budget - self._host.current_bytes)
@@ -249,7 +259,7 @@ class HostActivationOffload(ActivationOffload):
         for buffer in self._free:
             if buffer.arena is not None and pinning is not None:
                 buffer.arena.pin(pinning)
-                buffer.arena = None
+                buffer.arena = None  # pinned once
 
     def _drop(self) -> None:
         # Unpinned memory too. Memory still used by a copy is freed with the copy.
@@ -308,7 +318,9 @@ class DiskActivationOffload(ActivationOffload):
 
     def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
-        flat, users, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        users = buffer.fence.before_fill()
+        tickets = []
         for begin in range(0, copy.nbytes, self._tile_bytes):
             tile = flat[begin : begin + self._tile_bytes]
             stretch = self._channel.ring.take_planned(align(tile.nbytes, _PAGE_BYTES))
@@ -336,9 +348,12 @@ class DiskActivationOffload(ActivationOffload):
 
     def _copy_in(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
-        tickets, reads, end = [], buffer.fence.before_read(), 0
+        reads = buffer.fence.before_read()
         target = copy.view(-1).view(torch.uint8)
+        tickets = []
+        end = 0  # of the bytes in `target` so far
         for begin, num_rows, row_bytes, run_bytes in _tiles(part, self._tile_bytes):
+            # Disk reads begin and end at pages.
             first = begin // _PAGE_BYTES * _PAGE_BYTES
             last = align(begin + (num_rows - 1) * row_bytes + run_bytes, _PAGE_BYTES)
             stretch = self._channel.ring.take_planned(last - first)
@@ -369,13 +384,16 @@ def _tiles(part: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int, int,
     """
     item, begin = part.element_size(), int(part.storage_offset()) * part.element_size()
     run, axis = 1, part.dim()
-    while axis and (part.shape[axis - 1] == 1 or part.stride(axis - 1) == run):
+    while axis and (part.shape[axis - 1] == 1 or part.stride(axis - 1) == run):  # the last axes are one run
         axis -= 1
         run *= part.shape[axis]
-    num_rows, row_bytes, run_bytes = part.numel() // run, 0, run * item
+    num_rows = part.numel() // run
+    run_bytes = run * item
+    row_bytes = 0
+    per_tile = 1  # rows; a row above the tile size is cut
     if axis:
         row_bytes = part.stride(axis - 1) * item
-    per_tile = max(1, most_bytes // row_bytes) if row_bytes else 1
+        per_tile = max(1, most_bytes // row_bytes)
     for row in range(0, num_rows, per_tile):
         if per_tile > 1:
             yield begin + row * row_bytes, min(per_tile, num_rows - row), row_bytes, run_bytes

@@ -22,10 +22,12 @@ _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
 
 
 class _Call(NamedTuple):
-    """Arguments of a call. The keyword arguments are a fresh dict, so changes by a unit stay invisible to others."""
+    """Arguments of a call."""
 
     args: tuple[Any, ...]
+    """Positional arguments."""
     kwargs: dict[str, Any]
+    """Keyword arguments: a fresh dict, so changes by a unit stay invisible to others."""
 
 
 class Arguments:

@@ -102,4 +102,6 @@ ATTENTIONS: Door[type[Attention]] = Door("attention", {"whole": Attention})
 
 def attention_for(size: int) -> type[Attention]:
     """Return the attention class for groups of `size` ranks with the same rows."""
-    return ATTENTIONS["whole" if size == 1 else "shared"]
+    if size == 1:
+        return ATTENTIONS["whole"]
+    return ATTENTIONS["shared"]

@@ -187,9 +187,11 @@ def describe_parameters(
                 f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
                 "run: the engine collects gradients unit by unit. Remove the hook; a hook of a module does run."
             )
-        is_fp32 = precision == "fp32" or (
-            parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in fp32_patterns))
-        )
+        compute = "bf16"
+        if precision == "fp32":
+            compute = "fp32"
+        elif parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in fp32_patterns)):
+            compute = "fp32"  # the author of the model chose fp32 for this parameter
         position_flags = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
         choice = optimizer.choose(ParameterTraits(name, tuple(parameter.shape), *position_flags))
         info = ParameterInfo(
@@ -197,7 +199,7 @@ def describe_parameters(
             name=name,
             shape=tuple(parameter.shape),
             trainable=parameter.requires_grad,
-            compute="fp32" if is_fp32 else "bf16",
+            compute=compute,
             bf16_source=parameter.dtype == torch.bfloat16,
             lr_scale=choice.lr_scale,
             weight_decay=choice.weight_decay,
@@ -208,7 +210,7 @@ def describe_parameters(
             info = replace(info, codec=quantized[parameter])
         elif info.can_be_quantized and info.trainable:
             info = replace(info, link=LINK_CODECS[link_weights])
-        elif info.can_be_quantized and position_flags[1] and not position_flags[0]:
+        elif info.can_be_quantized and position_flags[1] and not position_flags[0]:  # in a block, and no table
             info = replace(info, codec=CODECS[frozen_weights])
         infos.append(info)
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
@@ -233,7 +235,9 @@ def is_stack_of_experts(module: nn.Module) -> bool:
 
 def _stacks_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a module of experts that have one row per expert."""
-    for parameter in module._parameters.values() if is_stack_of_experts(module) else ():
+    if not is_stack_of_experts(module):
+        return
+    for parameter in module._parameters.values():
         if parameter is not None and parameter.dim() > 1 and len(parameter) == getattr(module, "num_experts", None):
             yield parameter
 
@@ -290,7 +294,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
 
     units: list[UnitCandidate] = []
     inside: set[int] = set()
-    for block in find_blocks(model):
+    for block in find_blocks(model):  # a block above the share stays out: its modules become units below
         block_places = places(block.modules())
         if id(block) not in inside and num_bytes(block_places) <= splitting.share_bytes:
             units.append(
@@ -298,7 +302,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
             )
             inside.update(id(module) for module in block.modules())
     largest = max((num_bytes(unit.places) for unit in units), default=0)
-    if not largest and splitting.blocks:
+    if not largest and splitting.blocks:  # no block fits; units have about the share
         largest = int(splitting.share_bytes)
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -310,7 +314,8 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
             cut = splitting.blocks[module]
             is_first = all(unit.blocks is not cut for unit in units)
             units.append(UnitCandidate(name, module, own, whole=True, resident=False, blocks=cut))
-            units += splitting.units_of(name, cut) if is_first else ()
+            if is_first:  # layers with a shared weight have the same parts
+                units += splitting.units_of(name, cut)
             continue
         submodules = [child for child in module.modules() if child is not module]
         is_small = num_bytes(own) * _RESIDENT_SHARE < largest
@@ -322,6 +327,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
                 own, whole = block_places, True
                 inside.update(id(child) for child in submodules)
         units.append(UnitCandidate(name or "(model)", module, own, whole, resident=not whole or is_small))
+    # The parts of a cut layer stand at the place of the layer, in their own order: the sort is stable.
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return sorted(units, key=lambda unit: order.get(unit.layer or unit.name, 0))
 

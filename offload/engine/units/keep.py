@@ -192,7 +192,7 @@ class Inputs:
             (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
         ]
         inputs = None
-        if not trains:  # A parameter that receives a gradient passes it on by its hook.
+        if not trains:  # The hook of a parameter would pass its gradient on.
             inputs = [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
         torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
         return [leaf.grad for leaf in graph.leaves]

@@ -21,12 +21,15 @@ class ModelStructure:
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], ownership: ModelOwnership
     ) -> None:
-        self._infos, self._units, self._ownership = infos, units, ownership
+        self._infos = infos
+        self._units = units
+        self._ownership = ownership
         self._names = {module: name for name, module in model.named_modules()}
         # Without order: a parameter removed and added again by a forward moves to the end.
         self._tree = [(m, tuple(m._modules.items()), frozenset(m._parameters)) for m in self._names]
         self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
+        """Trainable parameters with requires_grad=False at the last check, by model index."""
 
     def check(self, trains: bool) -> None:
         """Raise ConfigError if the model differs from the one at construction, since the change would have no effect.
@@ -66,8 +69,12 @@ class ModelStructure:
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: frozenset[str]) -> NoReturn:
         for key in {**children, **module._modules}:
-            if (child := module._modules.get(key)) is not children.get(key):
-                self._refuse(module, key, "was removed" if child is None else f"became another {type(child).__name__}")
+            child = module._modules.get(key)
+            if child is children.get(key):
+                continue
+            if child is None:
+                self._refuse(module, key, "was removed")
+            self._refuse(module, key, f"became another {type(child).__name__}")
         self._refuse(module, min(keys ^ module._parameters.keys()), "was added or removed")
 
     def _refuse(self, module: nn.Module, key: str, change: str) -> NoReturn:

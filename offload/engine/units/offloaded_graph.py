@@ -24,12 +24,14 @@ class _Range:
     def __init__(self, stretch: torch.Tensor, pool: ActivationOffload, saved: SavedInputs, claim: Claim) -> None:
         self.memory: torch.Tensor | None = stretch
         """The device memory, held during the forward so the address stays unique."""
+        self._saved = saved
         self._address = saved.device.address
         self._begin = self._address(stretch)
-        self._pool, self._saved, self._stand_in = pool, saved, pool.put(stretch)
+        self._pool = pool
+        self._stand_in = pool.put(stretch)
         claim.entries.append((self._stand_in.data_ptr(), self._stand_in.nbytes))
-        self._num_uses = 0
-        self._copies: list[DeviceCopy] = []
+        self._num_uses = 0  # tensors saved and not yet unpacked
+        self._copies: list[DeviceCopy] = []  # to the device: none or one
 
     def pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the packed form of a tensor in this range: the range, and the arguments of `unpack`."""
@@ -75,9 +77,8 @@ class OffloadedGraphMemory(GraphMemory):
         self._ranges: dict[tuple[int, int, int], _Range] = {}
         if not self._saved.is_trial:
             self.leaving = _find_leaving(unit, use)
-        self._staying = {
-            self._address(t.untyped_storage()) for i, t in enumerate(use.tensors) if i not in (self.leaving or ())
-        }
+        leaving = self.leaving or ()
+        self._staying = {self._address(t.untyped_storage()) for i, t in enumerate(use.tensors) if i not in leaving}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if self.leaving is None or not self._can_leave(tensor):
@@ -94,8 +95,9 @@ class OffloadedGraphMemory(GraphMemory):
         return self._ranges[key].pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        is_range = isinstance(packed, tuple) and isinstance(packed[0], _Range)
-        return packed[0].unpack(*packed[1:]) if is_range else super().unpack(packed)
+        if isinstance(packed, tuple) and isinstance(packed[0], _Range):
+            return packed[0].unpack(*packed[1:])
+        return super().unpack(packed)
 
     def prepare(self) -> None:
         """Start the copies to the device, last offloaded first, in backward order."""
@@ -105,7 +107,7 @@ class OffloadedGraphMemory(GraphMemory):
     def run(self, unit: Unit, use: Use, forward: Forward) -> tuple[Graph, Arguments]:
         graph, result = super().run(unit, use, forward)
         for stretch in self._ranges.values():
-            stretch.memory = None
+            stretch.memory = None  # the forward is over: nothing else is packed by this address
         return graph, result
 
     def _can_leave(self, tensor: torch.Tensor) -> bool:

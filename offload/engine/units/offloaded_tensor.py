@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -74,7 +74,8 @@ class OffloadedTensor(torch.Tensor):
             return weight.functions[func](*args[:1], *args[2:], **others)
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if func in (_SET_GRAD, _DELETE_GRAD) and args[0].is_placeholder:
-                return _set_gradient(args[0].holder, args[0].info, args[1] if func == _SET_GRAD else None)
+                value = args[1] if func == _SET_GRAD else None
+                return _set_gradient(args[0].holder, args[0].info, value)
             args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse(args[0].info, "address")
@@ -117,7 +118,7 @@ class OffloadedTensor(torch.Tensor):
             for leaf in tree_leaves(changed):
                 if isinstance(leaf, OffloadedTensor):
                     leaf.holder.refuse(leaf.info, "in place", f"be written to, by {func}")
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}  # one for each tensor, also where it is an operand twice
 
         def fetch(leaf: Any) -> Any:
             if not isinstance(leaf, OffloadedTensor):
@@ -266,6 +267,7 @@ class UsedGradient(torch.Tensor):
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UsedGradient)]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls.of(used[0].info, used[0].dtype, used[0].device, used[0].clear)
+        # The ways in which `zero_grad(set_to_none=False)` and a script clear a gradient.
         if func in _ZEROS or (func is torch.ops.aten.fill_.Scalar and not args[1]):
             for each in used:
                 each.clear()
@@ -290,7 +292,8 @@ def make_placeholder(
     like = torch.empty(info.shape, dtype=dtype, device="meta")
     placeholder = _make_tensor(like, device, info, holder, like.nbytes)
     placeholder.values = lambda: holder.values_of(info, dtype).to(device)
-    placeholder.is_placeholder = placeholder._is_param = True
+    placeholder.is_placeholder = True
+    placeholder._is_param = True  # a Parameter for torch
     placeholder.functions = functions or {}
     if info.trainable:
         placeholder.requires_grad_()
@@ -314,7 +317,10 @@ def _make_tensor(like: torch.Tensor, device: torch.device, info: ParameterInfo, 
     )
     # Otherwise `data_ptr()` returns 0, and a read there kills the process.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor.info, tensor.holder, tensor.place, tensor.num_bytes = info, holder, device, num_bytes
+    tensor.info = info
+    tensor.holder = holder
+    tensor.place = device
+    tensor.num_bytes = num_bytes
     return tensor
 
 
@@ -324,13 +330,20 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     memory = torch.empty(base.num_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
     like = memory.as_strided(base.shape, base.stride(), base.storage_offset())
     result = func(like, *args[1:], **kwargs)
-    views = []
-    for number, each in enumerate([result] if isinstance(result, torch.Tensor) else result):
-        _check_bounds(each, base)
-        view = _make_tensor(each, base.place, base.info, base.holder, base.num_bytes)
-        view.values = partial(_values_of_view, base, func, args[1:], kwargs, number)
-        views.append(view)
-    return views[0] if isinstance(result, torch.Tensor) else views
+    if isinstance(result, torch.Tensor):
+        return _make_view(result, base, lambda: func(base.values(), *args[1:], **kwargs))
+    # A split: each part makes all of them again.
+    return [
+        _make_view(each, base, partial(_values_of_part, base, func, args[1:], kwargs, number))
+        for number, each in enumerate(result)
+    ]
+
+
+def _make_view(like: torch.Tensor, base: OffloadedTensor, values: Callable[[], torch.Tensor]) -> OffloadedTensor:
+    _check_bounds(like, base)
+    view: OffloadedTensor = _make_tensor(like, base.place, base.info, base.holder, base.num_bytes)
+    view.values = values
+    return view
 
 
 def _check_bounds(view: torch.Tensor, base: OffloadedTensor) -> None:
@@ -343,22 +356,25 @@ def _check_bounds(view: torch.Tensor, base: OffloadedTensor) -> None:
         )
 
 
-def _values_of_view(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
-    result = func(base.values(), *args, **kwargs)
-    return result if isinstance(result, torch.Tensor) else result[number]
+def _values_of_part(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
+    result: Sequence[torch.Tensor] = func(base.values(), *args, **kwargs)
+    return result[number]
 
 
 def _as_read(leaf: Any) -> Any:
     """Return the placeholder in the dtype that the reader sees; other values unchanged."""
     if not isinstance(leaf, OffloadedTensor) or leaf.master is None or leaf.holder.is_in_model():
         return leaf
+    # A script may freeze the parameter at any time, and knows nothing of the one in fp32.
     needs_gradient = past_subclasses(_GET_REQUIRES_GRAD, leaf)
     past_subclasses(torch.Tensor.requires_grad_, leaf.master, needs_gradient)
     return leaf.master
 
 
 def _copy(leaf: Any) -> Any:
-    return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
+    if isinstance(leaf, OffloadedTensor):
+        return copy.deepcopy(leaf)
+    return leaf
 
 
 def _refuse_data(holder: Holder, info: ParameterInfo, value: torch.Tensor) -> None:

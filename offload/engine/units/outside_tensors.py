@@ -23,7 +23,7 @@ class OutsideTensors(TorchFunctionMode):
         self._wanted = wanted
         self.again: dict[int, torch.Tensor] = {}
         """The wanted tensors of this forward, by number."""
-        self._references: dict[int, ref[torch.Tensor]] = {}
+        self._references: dict[int, ref[torch.Tensor]] = {}  # weak: only others may keep a tensor alive
         self._num_made = 0
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,8 @@ class OutsideTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
+        made = result if isinstance(result, tuple | list) else (result,)
+        for each in made:
             if isinstance(each, torch.Tensor):
                 self._add(self._num_made, each)
                 self._num_made += 1

@@ -205,7 +205,7 @@ class ModelOwnership:
         functions: Mapping[int, Mapping[Any, Callable[..., torch.Tensor]]],
     ) -> None:
         """`functions`: see `Splitting.functions`."""
-        self._queries: Callable[[], EngineQueries | None] = lambda: None
+        self._queries: Callable[[], EngineQueries | None] = lambda: None  # a weak reference after `connect`
         self.engine: Any = None
         self.placeholders = [
             make_placeholder(info, DTYPES[info.compute], device, self, functions.get(info.index)) for info in infos
@@ -219,11 +219,11 @@ class ModelOwnership:
         for unit in units:
             for place in unit.places:
                 self._places.setdefault(ref(place.module), {})[place.key] = infos[place.parameter]
-        self._state_dict_values: dict[int, tuple[str, ref[torch.Tensor]]] = {}
+        self._state_dict_values: dict[int, tuple[str, ref[torch.Tensor]]] = {}  # (name, value) given out last
         self.state = _OWNED
-        self._note_read: Callable[[int], None] | None = None
-        self._handles: list[Any] = []
-        self._is_saving = False
+        self._note_read: Callable[[int], None] | None = None  # not None in a watched run
+        self._handles: list[Any] = []  # of hooks in the modules
+        self._is_saving = False  # in the `save_pretrained` of the model
 
     def connect(self, queries: EngineQueries) -> None:
         """Connect the engine. Only a weak reference is stored."""
@@ -242,7 +242,7 @@ class ModelOwnership:
     def overlap(self, model: nn.Module) -> str | None:
         """Describe the first module of `model` in engine ownership, or return None."""
         mine = {id(parameter) for parameter in self.placeholders}
-        for unit in _living(self._units):
+        for unit in _living(self._units):  # in a unit on the device, scripts see other Parameters
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
@@ -261,7 +261,7 @@ class ModelOwnership:
             yield
         finally:
             self._note_read = None
-            for each in self.placeholders:
+            for each in self.placeholders:  # a backward over filler values is allowed here, and leaves gradients
                 past_subclasses(setattr, each, "grad", None)
 
     def read_as_given(self, dtypes: Sequence[torch.dtype]) -> None:
@@ -339,8 +339,10 @@ class ModelOwnership:
 
     def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return `grad` of a parameter: in the step of a user training loop the engine's gradient, else None."""
-        queries = self._queries() if self._note_read is None else None
-        return None if queries is None else queries.gradient(info)
+        queries = self._queries()
+        if queries is None or self._note_read is not None:
+            return None
+        return queries.gradient(info)
 
     def drop_gradient(self, info: ParameterInfo) -> None:
         """Drop a used gradient. Raises ConfigError while the engine has gradients for an update: they would stay."""
@@ -360,7 +362,9 @@ class ModelOwnership:
         """Mark the model as unusable: the weights are gone. `failed`: engine construction failed."""
         if not self._handles:
             self.guard()
-        self._units, self.state, self.engine = [], _FAILED if failed else _SPENT, None
+        self._units = []
+        self.state = _FAILED if failed else _SPENT
+        self.engine = None
         self._queries = lambda: None
         for module in _living(self._names):
             module.register_forward_pre_hook(self._on_forward)
@@ -402,6 +406,7 @@ class ModelOwnership:
             saved_value = saved.get(name)
             if saved_value is None or saved_value is current:
                 continue
+            # A tied weight is given out once: the same tensor as under its first name in this state dict.
             first_name, reference = self._state_dict_values.get(info.index, ("", lambda: None))
             value = reference()
             if value is None or saved.get(first_name) is not value:
@@ -416,19 +421,24 @@ class ModelOwnership:
         """
         module_ref = ref(module)
         for key, info in self._places.get(module_ref, {}).items():
-            if not self._is_own(info, parameter := module._parameters.get(key)):
-                name = f"{self._names[module_ref]}.{key}".lstrip(".")
-                refuse_change(name, "was removed" if parameter is None else "was replaced")
-        for key, child in module._modules.items() if module_ref in self._names else ():
+            parameter = module._parameters.get(key)
+            if self._is_own(info, parameter):
+                continue
+            name = f"{self._names[module_ref]}.{key}".lstrip(".")
+            refuse_change(name, "was removed" if parameter is None else "was replaced")
+        if module_ref not in self._names:
+            return
+        for key, child in module._modules.items():
             if child is not None and ref(child) not in self._names and next(child.parameters(), None) is not None:
                 refuse_change(f"{self._names[module_ref]}.{key}".lstrip("."), f"became another {type(child).__name__}")
 
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
         """True if `parameter` is the engine's placeholder or device view, not a replacement."""
-        if parameter is None or parameter is self.placeholders[info.index]:
-            return parameter is not None
-        units = _living(self._units)
-        return any(unit.has(parameter, DTYPES[info.compute]) for unit in units)
+        if parameter is None:
+            return False
+        if parameter is self.placeholders[info.index]:
+            return True
+        return any(unit.has(parameter, DTYPES[info.compute]) for unit in _living(self._units))
 
     def _name_of(self, module: nn.Module) -> str:
         return self._names.get(ref(module)) or "the model"

@@ -41,18 +41,19 @@ class GraphMemory:
         self._slots = slots
         self._saved = saved
         self._claim = claim
+        self._num_before = len(claim.entries)  # of earlier micro-batches, which stay if this graph is dropped
         self._address = saved.device.address
         self._is_optional = is_optional
-        self._num_before = len(claim.entries)
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # addresses of storages in the ledger
         self.has_weights = False
         """True if the backward will read unit weights saved by autograd."""
 
     def _open(self, unit: Unit, use: Use) -> None:
         """Begin the forward."""
-        # Inputs needed by a recomputation anyway are not counted as graph memory.
-        counts = self._is_optional and self._saved.inputs_stay
-        self._free = {self._address(t.untyped_storage()) for t in use.tensors} if counts else set()
+        self._free: set[int] = set()
+        if self._is_optional and self._saved.inputs_stay:
+            # Inputs needed by a recomputation anyway are not counted as graph memory.
+            self._free = {self._address(t.untyped_storage()) for t in use.tensors}
         # Fetching weights for a backward must not depend on the free memory of one rank.
         self._may_drop = self._is_optional and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
         self._cargo = self._slots.cargo_of(unit.regions)
@@ -73,12 +74,15 @@ class GraphMemory:
                 is_free = storage in self._free
                 if self._may_drop and not is_free and not self._saved.has_room(tensor):
                     raise TooMuchToKeepError
-                self._saved.reserve((tensor,), "unit inputs" if is_free else "kept tensors", self._claim)
+                name = "unit inputs" if is_free else "kept tensors"
+                self._saved.reserve((tensor,), name, self._claim)
         return tensor.detach()
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return a saved tensor, for the backward."""
-        return packed if isinstance(packed, torch.Tensor) else self._slots.view(self._cargo, *packed)
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return self._slots.view(self._cargo, *packed)
 
     def prepare(self) -> None:
         """Start the copies to the device."""
@@ -142,34 +146,40 @@ def run_with_graph(
     """
     inputs = use.tensors
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, use.needs or (), strict=True)]
-    released = leaving or ()
-    for i in released:
+    entering: Sequence[int] = leaving or ()
+    for i in entering:  # The graph holds a leaf, so this one has the shape of the input without its memory.
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
     # Autocast casts a leaf once for all uses, so the gradients of an input would be summed in the lower precision.
-    entering = range(len(inputs)) if torch.is_autocast_enabled(use.runner.device.autocast_type) else released
+    if torch.is_autocast_enabled(use.runner.device.autocast_type):
+        entering = range(len(inputs))
     versions = {i: inputs[i]._version for i in entering if i not in changed}
     with torch.enable_grad():
-        graph_inputs = [
-            leaf.clone()
-            if i in changed
-            else _Entrance.apply(leaf, t.detach())
-            if i in entering and leaf.requires_grad
-            else leaf
-            for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
-        ]
+        graph_inputs = []
+        for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True)):
+            graph_input = leaf
+            if i in changed:  # torch forbids a change of a leaf in place
+                graph_input = leaf.clone()
+            elif i in entering and leaf.requires_grad:
+                graph_input = _Entrance.apply(leaf, t.detach())
+            graph_inputs.append(graph_input)
         result = use.runner.run(unit, use._replace(tensors=graph_inputs), forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         if inputs[i]._version != version:
             refuse_changed(unit, inputs[i])
     results = result.tensors
     dirty = [t for i in sorted(changed) if (t := graph_inputs[i]).is_floating_point()]
-    targets = [*results, *(t for t in dirty if all(t is not other for other in results))] if dirty else results
-    roots: list[Root] = [
-        None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in targets
-    ]
+    targets = [*results, *[t for t in dirty if all(t is not other for other in results)]]
+    roots: list[Root] = [_root_of(t, holds=leaving is None) for t in targets]
     original = {id(leaf): t for leaf, t in zip(graph_inputs, inputs, strict=True)}
-    results[:] = [original[id(t)] if id(t) in original else t.detach() for t in results]
+    results[:] = [original.get(id(t), t.detach()) for t in results]  # an input stays the tensor of the caller
     return Graph(leaves, roots), result
+
+
+def _root_of(target: torch.Tensor, holds: bool) -> Root:
+    """Return the root of a graph for a result. `holds`: the root may hold the memory of the result."""
+    if not target.requires_grad:
+        return None
+    return target if holds else get_gradient_edge(target)
 
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

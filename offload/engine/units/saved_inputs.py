@@ -191,7 +191,7 @@ class SavedInputs:
         """Release the entries of a claim, except the first `since` entries."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
-            # The address of a stand-in is that of its buffer, so it tells the pool.
+            # A stand-in and its buffer have one address.
             for pool in self._pools:
                 if pool.free(key):
                     break

@@ -81,24 +81,41 @@ class Snapshot:
         to be repeated. `last`: the previous snapshot; if no Python or numpy random number was drawn since then,
         `last.repeated` repeats none. `settle`: called after `put_back`, for attributes of the engine in the modules.
         """
-        self._device, self._ignores, self._modules = device, ignores, modules
-        self._torch_state = TorchState(device.torch_device.type) if roots else None
+        self._device = device
+        self._ignores = ignores
+        self._modules = modules
+        self._mutable_attributes = mutable_attributes
+        self._roots = roots
         self._settle = settle
-        self._mutable_attributes, self._roots = mutable_attributes, roots
+
+        # Generators.
         self.random = device.random_state()
-        before = None if last is None else last._rng_state
-        self._rng_state: RngState | None = RngState.capture(before) if may_repeat else None
         self._may_repeat = may_repeat
-        if last is not None and before is self._rng_state:
+        self._rng_state: RngState | None = None
+        before = None if last is None else last._rng_state
+        if may_repeat:
+            self._rng_state = RngState.capture(before)
+        if last is not None and before is self._rng_state:  # nothing was drawn since then
             last._may_repeat = False
-        self.state = self.capture_state() if mutable_attributes or roots else _NO_STATE
-        self._next_hook, self._hooks = RemovableHandle.next_id, _hooks(modules)
-        self._collected = Collected(_modules_of(roots)) if roots else _NO_CONTAINERS
+
+        # Everything within reach. Empty for most units: a walk over all objects takes long.
+        self.state = _NO_STATE
+        self._collected = _NO_CONTAINERS
+        self._torch_state: TorchState | None = None
+        if mutable_attributes or roots:
+            self.state = self.capture_state()
+        if roots:
+            self._collected = Collected(_modules_of(roots))
+            self._torch_state = TorchState(device.torch_device.type)
+
+        # Attributes, buffers and hooks of the modules.
+        self._next_hook = RemovableHandle.next_id  # torch numbers all hooks of a process
+        self._hooks = _hooks(modules)
         self._attributes = DictSnapshots(map(vars, modules))
         self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
         self._values: list[tuple[nn.Module, str, torch.Tensor, int | None, torch.Tensor]] = []
         for module, key in moving:
-            buffer = module._buffers.get(key)
+            buffer = module._buffers.get(key)  # a forward may have removed it
             if buffer is not None:
                 self._values.append((module, key, buffer, _version(buffer), buffer.detach().clone()))
 
@@ -144,10 +161,13 @@ class Snapshot:
 
         Afterwards, restore the present state, except for the device generators.
         """
-        saved, hooks, draws = self._attributes, _hooks(self._modules), self._rng_state if self._may_repeat else None
-        now = saved if saved.are_unchanged else DictSnapshots(map(vars, self._modules))
+        hooks = _hooks(self._modules)
+        draws = self._rng_state if self._may_repeat else None
         draws_now = draws and RngState.capture(draws)
-        if now is not saved:
+        saved = self._attributes
+        now = saved
+        if not saved.are_unchanged:
+            now = DictSnapshots(map(vars, self._modules))
             saved.put_back()
         _install_hooks(self._hooks, hooks)  # A forward may register hooks and remove them again.
         self._device.set_random_state(self.random)
@@ -168,7 +188,7 @@ class Snapshot:
         `moving`: buffers with present values to restore too.
         """
         if not (self._values or moving or self._mutable_attributes) and self._buffers.are_unchanged:
-            put_back = self._buffers.put_back
+            put_back = self._buffers.put_back  # in most uses nothing has changed, and nothing is copied
         else:
             now = Snapshot(self._device, self._ignores, self._modules, moving, self._mutable_attributes)
             put_back = now._put_back_values
@@ -184,6 +204,7 @@ class Snapshot:
         compares: skip equal buffers, since a copy would invalidate saved graphs. The host then waits for the device.
         """
         self.state.put_back()
+        # Read before their places are restored: a buffer that is still in its place is written to.
         buffers = [module._buffers.get(key) for module, key, *_ in self._values]
         self._buffers.put_back()
         with torch.no_grad():
@@ -215,6 +236,7 @@ class DictSnapshots:
     def are_unchanged(self) -> bool:
         """True if the dicts have the same keys and identical value objects. Called in every use of a unit."""
         live, saved = self._dicts, self._saved
+        # Each `all` is one call; a comparison by dict would take one for each module.
         return (
             list(map(len, live)) == list(map(len, saved))
             and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, saved))))
@@ -245,6 +267,7 @@ def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
     """Return the modules' forward hooks."""
     hooks_by_id: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
     for module in modules:
+        # The other dicts only have options of hooks in these two.
         if module._forward_pre_hooks or module._forward_hooks:
             for name in _FORWARD_HOOKS:
                 hooks = getattr(module, name)
@@ -301,11 +324,16 @@ class RngState(NamedTuple):
         """Return the present state. Returns `before` itself if nothing was drawn since."""
         python, memory = random.getstate(), _generator_memory()
         if before is not None and memory is not None and memory == before.memory:
-            return before if python == before.python else cls(python, before.numpy, memory)
-        numpy: Any = np.random.get_state(legacy=False)
-        is_complete = memory is not None and memory == _twister_memory(**numpy["state"]) and not numpy["has_gauss"]
-        now = cls(python, pickle.dumps(numpy), memory if is_complete else None)
-        return before if before is not None and now == before else now
+            if python == before.python:
+                return before
+            return cls(python, before.numpy, memory)
+        numpy: Any = np.random.get_state(legacy=False)  # slow, so only after a draw
+        if memory is not None and (memory != _twister_memory(**numpy["state"]) or numpy["has_gauss"]):
+            memory = None
+        now = cls(python, pickle.dumps(numpy), memory)
+        if before is not None and now == before:
+            return before
+        return now
 
     def put_back(self) -> None:
         """Restore both generators to this moment."""
@@ -317,7 +345,9 @@ class RngState(NamedTuple):
 def _generator_memory() -> bytes | None:
     """Return the raw memory of the numpy default generator. None: not a Mersenne twister."""
     generator = np.random.mtrand.get_bit_generator()
-    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else None
+    if type(generator) is not np.random.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, _BYTES)
 
 
 def _twister_memory(key: np.ndarray[Any, Any], pos: int) -> bytes:
@@ -333,15 +363,17 @@ class ThreadState:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device, self._context = torch.get_default_device(), _copy_context(contextvars.copy_context())
+        self._device = torch.get_default_device()
+        self._context = _copy_context(contextvars.copy_context())
         self._modes = _function_modes()
-        self._types = dict.fromkeys(("cpu", device_type))
+        self._types = dict.fromkeys(("cpu", device_type))  # without duplicates
         self._autocast = self._autocast_now()
 
     def run(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call `function(*args)` with the saved state. Changes to context variables are discarded."""
-        context, is_same_device = _copy_context(self._context), torch.get_default_device() == self._device
-        modes = [mode for mode in self._modes if mode not in _function_modes()] if self._modes else ()
+        context = _copy_context(self._context)  # for each micro-batch anew
+        modes = [mode for mode in self._modes if mode not in _function_modes()]
+        is_same_device = torch.get_default_device() == self._device
         is_same_autocast = self._autocast_now() == self._autocast
         if is_same_device and is_same_autocast and not modes:
             return context.run(function, *args)
@@ -375,10 +407,9 @@ def _copy_context(context: contextvars.Context) -> contextvars.Context:
     """
     copy = context.copy()
     variables, collected = find_collectors(context)
-    for variable, own in zip(
-        variables, copy_collected(collected, [], keep=_has_no_graph) if collected else (), strict=True
-    ):
-        copy.run(variable.set, own)
+    if collected:
+        for variable, own in zip(variables, copy_collected(collected, [], keep=_has_no_graph), strict=True):
+            copy.run(variable.set, own)
     return copy
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from offload.engine.comparison import same_bits
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
+_MUTABLE = (MutableMapping, list, deque, set)
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
 """Packages whose own objects (loggers, locks, process groups) are not model state."""
@@ -50,10 +51,10 @@ def _containers_of(owner: type) -> Iterator[tuple[str, Any]]:
     if (owner.__module__ or "").partition(".")[0] in _FOREIGN:
         return
     for key, value in vars(owner).items():
-        if key.startswith("__") or not isinstance(value, MutableMapping | list | deque | set) or _has_weights(value):
+        if key.startswith("__") or not isinstance(value, _MUTABLE) or _has_weights(value):
             continue
-        values = value.values() if isinstance(value, MutableMapping) else value
-        if not value or not all(isinstance(each, _ATOMS) for each in values):
+        # An empty one is no constant: something is collected there.
+        if not value or not all(isinstance(each, _ATOMS) for each in _values_in(value)):
             yield key, value
 
 
@@ -65,7 +66,7 @@ def _is_mutable(value: Any) -> bool:
     is_known = isinstance(
         value, torch.Tensor | torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     )
-    is_container = isinstance(value, MutableMapping | list | deque | set) and not _has_weights(value)
+    is_container = isinstance(value, _MUTABLE) and not _has_weights(value)
     return is_known or is_container or (_has_attributes(value) and not _is_foreign(value))
 
 
@@ -75,19 +76,31 @@ def _has_attributes(value: Any) -> bool:
 
 def _slots(value: Any) -> list[str]:
     """Return the object attributes outside `__dict__`, as with `dataclass(slots=True)`."""
-    declared = [vars(owner).get("__slots__", ()) for owner in type(value).__mro__]
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    names: list[str] = []
+    for owner in type(value).__mro__:
+        declared = vars(owner).get("__slots__", ())
+        if isinstance(declared, str):  # Python allows one name without a tuple
+            declared = (declared,)
+        names += declared
     return [name for name in names if not name.startswith("__") and hasattr(value, name)]
+
+
+def _values_in(container: Any) -> Any:
+    """Return the values of a mapping, or the elements of another container."""
+    if isinstance(container, Mapping):
+        return container.values()
+    return container
 
 
 def _has_weights(container: Any) -> bool:
     """True for a container with parameters or weak references (torch RNNs keep references to their parameters)."""
-    values = container.values() if isinstance(container, Mapping) else container
-    return any(isinstance(value, nn.Parameter | weakref.ref) for value in values)
+    return any(isinstance(value, nn.Parameter | weakref.ref) for value in _values_in(container))
 
 
 def _is_foreign(value: Any) -> bool:
-    owner = value if isinstance(value, types.FunctionType) else type(value)
+    owner = value
+    if not isinstance(value, types.FunctionType):
+        owner = type(value)
     return (owner.__module__ or "").partition(".")[0] in _FOREIGN
 
 
@@ -102,14 +115,20 @@ def restore_dict(live: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> No
 
 def _restore_elements(live: Any, saved: Sequence[Any]) -> None:
     """Restore the elements of a list, deque or set, unless they are the same objects."""
-    if len(live) != len(saved) or not all(map(is_, live, saved)):
-        live.clear()
-        (live.update if isinstance(live, set) else live.extend)(saved)
+    if len(live) == len(saved) and all(map(is_, live, saved)):
+        return
+    live.clear()
+    if isinstance(live, set):
+        live.update(saved)
+    else:
+        live.extend(saved)
 
 
 def _has_graph(restore: Any) -> bool:
     """True for the restoring function of a tensor with a graph."""
-    tensor = restore.args[0] if isinstance(restore, partial) else None
+    if not isinstance(restore, partial):
+        return False
+    tensor = restore.args[0]
     return isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
 
 
@@ -132,22 +151,21 @@ class Collected:
         hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
         within_reach = {id(value): value for each in (*hooks, *forwards) for value in _reach(each)}
         containers = [
-            value
-            for value in within_reach.values()
-            if isinstance(value, MutableMapping | list | deque | set) and not _has_weights(value)
+            value for value in within_reach.values() if isinstance(value, _MUTABLE) and not _has_weights(value)
         ]
-        self._saved = [(each, dict(each) if isinstance(each, MutableMapping) else list(each)) for each in containers]
+        self._saved: list[tuple[Any, Any]] = []  # (container, copy)
+        for each in containers:
+            self._saved.append((each, dict(each) if isinstance(each, MutableMapping) else list(each)))
 
     def put_back(self) -> None:
         """Restore each container that has a tensor with a gradient."""
         for live, saved in self._saved:
-            values = live.values() if isinstance(live, MutableMapping) else live
-            if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in values):
+            if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in _values_in(live)):
                 continue
-            restore: Callable[[Any, Any], None] = (
-                restore_dict if isinstance(live, MutableMapping) else _restore_elements
-            )
-            restore(live, saved)
+            if isinstance(live, MutableMapping):
+                restore_dict(live, saved)
+            else:
+                _restore_elements(live, saved)
 
 
 def _reach(function: Any) -> Iterator[Any]:
@@ -163,7 +181,9 @@ def _reach(function: Any) -> Iterator[Any]:
 
 def without_graph(value: Any) -> Any:
     """Return a tensor without the graph, and any other value unchanged."""
-    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach()
+    return value
 
 
 class StateSnapshot:
@@ -179,9 +199,10 @@ class StateSnapshot:
     ) -> None:
         """`ignores`: True for a tensor over engine weights. `gradients`: include the `grad` of leaf tensors."""
         self.leaves: dict[str, Any] = {}
-        self._ignores, self._has_gradients = ignores, gradients
+        self._ignores = ignores
+        self._has_gradients = gradients
         self._saved: list[tuple[Callable[[Any], Any], Any]] = []  # (restoring function, saved content)
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}  # by `id`; the objects live here, so that no other gets the same number
         for path, root in roots.items():
             self._visit(root, path)
 
@@ -206,7 +227,7 @@ class StateSnapshot:
             mine, theirs = self.leaves.get(path, "nothing"), other.leaves.get(path, "nothing")
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 is_same = same_bits(mine, theirs)
-            else:
+            else:  # NaN equals NaN
                 is_same = type(mine) is type(theirs) and bool(mine == theirs or mine != mine)
             if not is_same:
                 yield path, mine, theirs
@@ -249,7 +270,9 @@ class StateSnapshot:
 
     def _visit_each(self, values: Any, path: str) -> None:
         self.leaves[f"the length of {path}"] = len(values)
-        for number, each in enumerate(sorted(values, key=repr) if isinstance(values, set | frozenset) else values):
+        if isinstance(values, set | frozenset):  # two runs may build equal sets in another order
+            values = sorted(values, key=repr)
+        for number, each in enumerate(values):
             self._visit(each, f"{path}[{number}]")
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str) -> None:
@@ -259,13 +282,16 @@ class StateSnapshot:
         self.leaves[path] = value = tensor.detach().clone()
         self._saved.append((partial(_restore_values, tensor), value))
         if self._has_gradients and tensor.is_leaf and tensor.requires_grad:
-            self.leaves[f"{path}.grad"] = copied = None if tensor.grad is None else tensor.grad.detach().clone()
-            self._saved.append((partial(setattr, tensor, "grad"), tensor.grad))
-            if tensor.grad is not None:
-                self._saved.append((partial(_restore_values, tensor.grad), copied))
+            gradient = tensor.grad
+            self.leaves[f"{path}.grad"] = None
+            self._saved.append((partial(setattr, tensor, "grad"), gradient))
+            if gradient is not None:  # first the object, then its values
+                self.leaves[f"{path}.grad"] = values = gradient.detach().clone()
+                self._saved.append((partial(_restore_values, gradient), values))
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
-        own, begin = dict(vars(module)), f"{path}." if path else ""
+        own = dict(vars(module))
+        begin = f"{path}." if path else ""
         own.pop("forward", None)  # restored, but not followed: it may refer to a whole trainer
         self._add_dict(vars(module))
         for key, value in own.items():
@@ -286,7 +312,7 @@ class StateSnapshot:
                     self._visit(parameter, f"{begin}{name}")
             elif key != "_non_persistent_buffers_set":
                 self._visit(value, f"{begin}{key}")
-        for owner in type(module).__mro__:
+        for owner in type(module).__mro__:  # containers of a class are shared by all of its modules
             if id(owner) not in self._seen:
                 self._seen[id(owner)] = owner
                 for key, value in _containers_of(owner):

@@ -137,6 +137,7 @@ class UnitTraits:
         self.buffers |= buffers
         known = None if is_first else self.graphs.get(signature)
         if known is not None:
+            # What holds for both uses.
             graph = GraphTraits(
                 graph.detached & known.detached,
                 graph.keeps_nothing and known.keeps_nothing,
@@ -150,9 +151,12 @@ class UnitTraits:
         Determines the growing axes, the saved bytes independent of the row count, and if the unit can be cut. The unit
         stays uncut if uses disagree, if one pass lacks the use (None), or if two axes of a tensor grow.
         """
-        could, self.is_compared, self.splits = is_first or self.splits, True, False
+        could = is_first or self.splits
+        self.is_compared = True
+        self.splits = False  # until all below agrees
         if one is None:
             return
+        # What does not grow with the rows is no activation.
         per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
         self.copied_bytes = max(self.copied_bytes, two.saved_bytes - per_row * rows[1])
         try:
@@ -162,13 +166,16 @@ class UnitTraits:
         except ValueError:
             return
         if not is_first and (inputs, outputs, others) != (self.inputs, self.outputs, self.others):
-            return
+            return  # two uses of one structure disagree, and a later use may be like either
         if all(axis is None for axis in outputs):  # A position table uses tokens only for their shape and runs uncut.
             inputs, others = [None] * len(inputs), [False] * len(others)
-        self.inputs, self.outputs, self.others = inputs, outputs, others
+        self.inputs = inputs
+        self.outputs = outputs
+        self.others = others
         # Without batch inputs the unit runs once for the whole batch, so buffers would change once, not per
         # micro-batch.
-        self.splits = could and not (self.mutated if self.grows else self.buffers)
+        in_place = self.mutated if self.grows else self.buffers
+        self.splits = could and not in_place
 
     @property
     def grows(self) -> bool:
@@ -177,6 +184,7 @@ class UnitTraits:
 
     def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
         """True if every batch-dependent argument divides evenly into `num_rows` rows."""
+        # The type too: what was a number in the recording may be another object in this call.
         sizes = [t.shape[axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
         sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
         return all(type(size) is int and size % num_rows == 0 for size in sizes)
@@ -199,12 +207,15 @@ class UnitTraits:
         if rows is None:
             return list(gradients)
         axes = [*self.outputs, *(self.inputs[i] for i in sorted(self.mutated))]
-        # The caller received the first micro-batch's copy of a shared result, so only the first takes the gradient.
-        shared = [g if rows[0] == 0 else None for g in gradients]
-        return [
-            g if g is None else once if a is None else _cut(g, a, rows)
-            for g, once, a in zip(gradients, shared, axes, strict=False)
-        ]
+        pieces: list[torch.Tensor | None] = []
+        for gradient, axis in zip(gradients, axes, strict=False):
+            if gradient is not None and axis is not None:
+                pieces.append(_cut(gradient, axis, rows))
+            elif rows[0] == 0:  # The caller received the first micro-batch's copy of a shared result.
+                pieces.append(gradient)
+            else:
+                pieces.append(None)
+        return pieces
 
     def differing_output(self, results: Sequence[Arguments]) -> int | None:
         """Return the index of a differing result without batch axis, or None.
@@ -224,7 +235,10 @@ class UnitTraits:
         joined = []
         for index, axis in enumerate(self.outputs):
             pieces = [result.tensors[index] for result in results]
-            joined.append(pieces[0] if axis is None else torch.cat(pieces, axis))
+            if axis is None:  # equal in all micro-batches, see `differing_output`
+                joined.append(pieces[0])
+            else:
+                joined.append(torch.cat(pieces, axis))
         return joined
 
     def join_gradients(self, parts: Sequence[GradientTensors]) -> list[torch.Tensor | None]:

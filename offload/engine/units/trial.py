@@ -44,8 +44,10 @@ class Trial:
         self, runner: ForwardRunner, unit: Unit, arguments: Arguments, others: Sequence[Any] | None = None
     ) -> None:
         """`others`: non-tensor inputs in place of those in `arguments`."""
-        self._runner, self.unit, self._arguments = runner, unit, arguments
+        self.unit = unit
         self.device = runner.device
+        self._runner = runner
+        self._arguments = arguments
         self._others = arguments.others if others is None else others
 
     def snapshot(self, module: torch.nn.Module) -> Snapshot:
@@ -55,7 +57,8 @@ class Trial:
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """Put the weights into the modules; afterwards, restore generators, attributes and all buffers."""
-        unit, runner, moving = self.unit, self._runner, buffers_of(self.unit.modules)
+        unit, runner = self.unit, self._runner
+        moving = buffers_of(unit.modules)  # all: which ones a forward changes is not known yet
         before = Snapshot(runner.device, runner.is_weight, unit.modules, moving, unit.mutable_attributes)
         try:
             # The weights are needed too for a backward with module code (torch.utils.checkpoint).
@@ -91,22 +94,29 @@ class Trial:
         the bytes saved by autograd.
         """
         unit, gradients = self.unit, list[Sketch | None]()
-        needs = [has_graph and t.requires_grad for t in tensors] if needs is None else needs
+        if needs is None:
+            needs = [has_graph and t.requires_grad for t in tensors]
         buffers = Versions([buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()])
         with self.restoring(), torch.set_grad_enabled(has_graph):
             weights = list(unit.live().values())
             saved = SavedBytes([*tensors, *weights], self.device)
             leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-            inputs = [leaf.clone() for leaf in leaves] if has_graph else leaves
+            inputs = leaves
+            if has_graph:  # torch forbids a change of a leaf in place
+                inputs = [leaf.clone() for leaf in leaves]
             input_versions = Versions(inputs)
             with saved_tensors_watched(saved.add) if counts_saved else nullcontext():
                 use = Use(self._runner, self._arguments, inputs, self._others)
                 results = self._runner.run(unit, use, forward).tensors
                 if has_graph:
                     gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
-            has_other_buffers = bool(buffers.changed())
-        text = "its inputs" if input_versions.changed() else "its buffers" if has_other_buffers else ""
-        return Evidence([t.detach() for t in results], gradients, saved.num_bytes, text)
+            has_other_buffers = bool(buffers.changed())  # before `restoring` writes to them
+        changed = ""
+        if input_versions.changed():
+            changed = "its inputs"
+        elif has_other_buffers:
+            changed = "its buffers"
+        return Evidence([t.detach() for t in results], gradients, saved.num_bytes, changed)
 
 
 class Versions:
@@ -142,6 +152,13 @@ def gradients_of(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     roots = [t for t in results if t.requires_grad]
     if not roots or not inputs:
         return [None] * len(inputs)
+    # Other weights for each element: with equal ones, many a wrong gradient has the right sum.
     weights = [torch.arange(t.numel(), device=t.device).cos().view(t.shape).to(t.dtype) for t in roots]
     gradients = torch.autograd.grad(roots, inputs, weights, allow_unused=True)
-    return [None if g is None else Sketch.of(g if g.layout is torch.strided else g.to_dense()) for g in gradients]
+    return [None if g is None else _sketch_of(g) for g in gradients]
+
+
+def _sketch_of(gradient: torch.Tensor) -> Sketch:
+    if gradient.layout is not torch.strided:  # of an embedding with `sparse=True`
+        gradient = gradient.to_dense()
+    return Sketch.of(gradient)

@@ -47,34 +47,49 @@ class Unit:
         self, number: int, candidate: UnitCandidate, regions: Sequence[Region], slots: Slots, make_live: MakeLive
     ) -> None:
         self.number = number
-        self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
+        self.name = candidate.name
         self.layer = candidate.layer or self.name
         """Name of the model part in this unit: the module, or for a row block the cut layer."""
+
+        # The module and its weights.
+        self.module = candidate.module
         self.modules = list(self.module.modules())
-        self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
+        self.places = candidate.places
+        self.whole = candidate.whole
+        self.is_block = candidate.is_block
+        self.resident = candidate.resident
         self.in_records = bool(candidate.records)
         """True for the experts of one layer, fetched record by record while the surrounding block runs."""
         self.regions = tuple(regions)
-        self._trainable = [index for region in regions if region.trainable for index in region.parameters]
         self.weight_bytes = sum(region.weight_bytes for region in regions)
-        self.frozen: frozenset[int] = frozenset()
+        self._slots = slots
+        self._make_live = make_live
+
+        # Gradients. A script may freeze parameters between steps.
+        self._trainable = [index for region in regions if region.trainable for index in region.parameters]
         self.trainable = bool(self._trainable)
         """True if any parameter of the unit takes gradients."""
-        self.traits = UnitTraits()
+        self.frozen: frozenset[int] = frozenset()
+
+        # What the recording pass has learned.
         self.variants: dict[Hashable, UnitTraits] = {}
+        """Traits by structure of the arguments."""
+        self.traits = UnitTraits()
+        """The variant of the last call. A use keeps those of its own call."""
+        self._attribute_types: list[type] = []  # at the last search for mutable attributes
+        self._mutable_attributes: Collection[AttributePlace] = ()
+
+        # Parameters in the module.
         self.placeholders: dict[int, nn.Parameter] = {}
         """Parameters in the module between uses: stand-ins, or for tied weights those of a unit on the device."""
-        self._tied: dict[int, nn.Parameter] = {}  # Parameters of other units that stay on the device.
-        self._installed: Mapping[int, nn.Parameter] = {}  # Parameters installed last.
-        self._live: dict[int, dict[int, nn.Parameter]] = {}
-        self._slots, self._make_live = slots, make_live
-        self._attribute_types: list[type] = []
-        self._mutable_attributes: Collection[AttributePlace] = ()
+        self._tied: dict[int, nn.Parameter] = {}  # of other units, which stay on the device
+        self._installed: Mapping[int, nn.Parameter] = {}  # installed last
+        self._live: dict[int, dict[int, nn.Parameter]] = {}  # over the slot, by offset there
+
+        # Forwards of the module. None before `route`.
         self._original: Callable[..., Any] | None = None
         self._routed: Callable[..., Any] | None = None
-        self._own_forward: Callable[..., Any] | None = (
-            None  # Value of `module.__dict__["forward"]` before routing, or None.
-        )
+        self._own_forward: Callable[..., Any] | None = None  # in `vars(module)`; None too for the class's forward
 
     def learn(self, structure: Hashable) -> UnitTraits:
         """Select the variant for an argument structure, with the traits from earlier passes or new empty traits."""
@@ -86,6 +101,7 @@ class Unit:
         """Select the variant for an argument structure. If missing, select traits safe for any use and return False."""
         traits = self.variants.get(structure) or self._find_adopted(structure)
         if traits is None:
+            # Whatever some recorded use did, this one may do too.
             buffers = {place for variant in self.variants.values() for place in variant.buffers}
             needs_graph = any(variant.needs_graph for variant in self.variants.values())
             keeps = any(variant.keeps for variant in self.variants.values())
@@ -106,6 +122,7 @@ class Unit:
 
         Computed again after attributes were added or changed type.
         """
+        # One C call for all attributes, because each use asks.
         types = list(map(type, chain.from_iterable(map(dict.values, map(vars, self.modules)))))
         if types != self._attribute_types:
             self._attribute_types, self._mutable_attributes = types, find_mutable_attributes(self.modules)
@@ -255,14 +272,15 @@ class Unit:
     @contextmanager
     def unrouted(self) -> Iterator[None]:
         """Context in which a call of the module runs the original forward."""
-        routed = None if self._original is None else self._routed
-        if routed is not None:
-            self._put_own_forward()
+        routed = self._routed
+        if self._original is None or routed is None:
+            yield
+            return
+        self._put_own_forward()
         try:
             yield
         finally:
-            if routed is not None:
-                self.module.forward = routed
+            self.module.forward = routed
 
     def settle(self) -> None:
         """Restore the forward again if a snapshot from before `unroute` has put the redirection back."""
@@ -281,7 +299,8 @@ class Unit:
         Raises ConfigError if the module has foreign parameters (`functional_call` on the module alone), because their
         gradients would be lost.
         """
-        num_placeholders, placeholders, installed = 0, self.placeholders, self._installed
+        placeholders, installed = self.placeholders, self._installed
+        num_placeholders = 0
         for place in self.places:
             parameter = place.module._parameters[place.key]
             if parameter is placeholders[place.parameter]:

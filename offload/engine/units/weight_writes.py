@@ -34,8 +34,8 @@ class WeightWrites:
     def __init__(self) -> None:
         self.parameters: dict[Unit, set[int]] = {}
         """Written parameters, by model index."""
-        self._resident_sums: dict[Unit, torch.Tensor] = {}
-        self._has_changed: dict[Unit, torch.Tensor] = {}
+        self._resident_sums: dict[Unit, torch.Tensor] = {}  # from the begin of the pass
+        self._has_changed: dict[Unit, torch.Tensor] = {}  # bool on the device, for uses so far
 
     def add(self, unit: Unit, parameters: Iterable[int]) -> None:
         """Check these parameters of `unit` from the next pass on."""
@@ -49,7 +49,8 @@ class WeightWrites:
     @contextmanager
     def watched(self, units: Iterable[Unit]) -> Iterator[None]:
         """Within the context, all weights of streamed units are checked."""
-        before, self.parameters = self.parameters, {unit: {*unit.placeholders} for unit in units if not unit.resident}
+        before = self.parameters
+        self.parameters = {unit: {*unit.placeholders} for unit in units if not unit.resident}
         try:
             yield
         finally:
@@ -74,6 +75,7 @@ class WeightWrites:
 
     def _sum(self, unit: Unit) -> torch.Tensor:
         """Return the sum of the bits of written parameters, on the device. The unit's weights are there."""
+        # As integers: these sums are exact in any order, and no NaN hides a change.
         weights = [unit.live()[index].detach() for index in sorted(self.parameters[unit])]
         sums = [weight.view(_INTEGERS[weight.itemsize]).sum(dtype=torch.int64) for weight in weights]
         return torch.stack(sums)
