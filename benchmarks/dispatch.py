@@ -192,7 +192,7 @@ def timed(setup: Setup, settings: dict[str, Any], comm: Any) -> tuple[float, lis
     torch.manual_seed(0)
     engine = Engine(Model(setup), AdamW(lr=1e-8), comm=comm, **common_settings(), **settings)
     # As on a card that holds a few blocks: no spare memory keeps others there.
-    engine._state.spare_memory.end_step = lambda _: None
+    engine._flow.spare_memory.end_step = lambda _: None
     batch = {"values": torch.randn(ROWS, WIDTH)}
 
     def step() -> None:
@@ -208,7 +208,7 @@ def timed(setup: Setup, settings: dict[str, Any], comm: Any) -> tuple[float, lis
     engine.finish()
     comm.barrier("end of a block of steps")
     seconds = (time.perf_counter() - begin) / setup.steps
-    dispatch = getattr(engine._state.router.target, "__self__", None)
+    dispatch = getattr(engine._flow.router.target, "__self__", None)
     activations = getattr(dispatch, "sent_bytes", 0) // (WARM_STEPS + setup.steps)
     counted = [engine.counters.h2d_bytes, engine.counters.all_gather_elements, activations]
     engine.close()

@@ -24,7 +24,8 @@ def sources() -> dict[str, str]:
 
 def test_tests_look_into_an_engine_at_one_place() -> None:
     here = Path(__file__).parent
-    found = {path.relative_to(here) for path in here.rglob("*.py") if "engine._state" in path.read_text()}
+    private = re.compile(r"engine\._(state|memory|weights|flow)\b")
+    found = {path.relative_to(here) for path in here.rglob("*.py") if private.search(path.read_text())}
     assert found - {Path(__file__).relative_to(here)} == {Path("engine/inside.py")}
 
 

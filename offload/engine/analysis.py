@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from offload.distributed.comm import digest
+from offload.engine.flow import Flow
 from offload.engine.loss.loss import LossFunction
 from offload.engine.recording.known import KnownPasses, code_hash, loss_key
-from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.stages import Stage
 from offload.engine.units.traits import GraphTraits, UnitTraits
@@ -80,14 +80,14 @@ class Analysis:
 class Analyst:
     """Collects the `Analysis` of an engine, and gives an engine the results from another analysis."""
 
-    def __init__(self, state: EngineState, known: KnownPasses, settings: Settings) -> None:
-        self._state, self._known = state, known
-        self._model = _describe_model(state, known.configs, settings)  # now: a forward may change attributes
+    def __init__(self, flow: Flow, known: KnownPasses, settings: Settings) -> None:
+        self._flow, self._known = flow, known
+        self._model = _describe_model(flow, known.configs, settings)  # now: a forward may change attributes
 
     def collect(self, losses: Mapping[str, Sequence[int]]) -> Analysis:
         """Return everything known so far. `losses`: loss decisions."""
-        state, uses = self._state, dict[str, tuple[list[str], str, Any]]()
-        recorded = [(unit, *item) for unit in state.units for item in unit.variants.items()]
+        flow, uses = self._flow, dict[str, tuple[list[str], str, Any]]()
+        recorded = [(unit, *item) for unit in flow.units for item in unit.variants.items()]
         # Objects of a stage (sequence tiles) are no JSON: other engines record such units again.
         is_complete = not any(traits.learned for _, _, traits in recorded)
         for unit, structure, traits in recorded if is_complete else ():
@@ -95,40 +95,40 @@ class Analyst:
             uses.setdefault(repr((text, value)), ([], text, value))[0].append(unit.name)
         values = {
             "model": self._model,
-            "mode": vars(state.execution_mode),
-            "resident": [unit.name for unit in state.units if unit.resident],
+            "mode": vars(flow.execution_mode),
+            "resident": [unit.name for unit in flow.units if unit.resident],
             "losses": losses,
             "checks": self._known.checks,
             "kinds": self._known.kinds() if is_complete else {},
             "uses": list(uses.values()),
-            "writes": {unit.name: indices for unit, indices in state.runner.writes.parameters.items()},
+            "writes": {unit.name: indices for unit, indices in flow.runner.writes.parameters.items()},
         }
         return Analysis.from_json(json.dumps(values, default=sorted))
 
     def differences(self, analysis: Analysis) -> list[str]:
         """Return the keys of `Analysis.model` with other values for this model, on the first such rank. Collective."""
         own = [key for key in self._model if analysis.model.get(key) != self._model[key]]
-        return next(filter(None, self._state.comm.gather_objects(own, "model of the analysis")), [])
+        return next(filter(None, self._flow.comm.gather_objects(own, "model of the analysis")), [])
 
     def adopt(self, analysis: Analysis) -> None:
         """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty.
 
         The equivalence checks are not taken over: the hashes do not see everything that a forward reads.
         """
-        state = self._state
+        flow = self._flow
         self._known.claims = set()
-        state.execution_mode.adopt(ExecutionMode(**analysis.mode))
-        state.make_resident({*analysis.resident} - {unit.name for unit in state.units if unit.resident})
+        flow.execution_mode.adopt(ExecutionMode(**analysis.mode))
+        flow.make_resident({*analysis.resident} - {unit.name for unit in flow.units if unit.resident})
         if not analysis.kinds or self.differences(analysis):
             return
         self._known.adopt(analysis.kinds)
-        units = {unit.name: unit for unit in state.units}
+        units = {unit.name: unit for unit in flow.units}
         for names, structure, value in analysis.uses:
             for unit in map(units.__getitem__, names):
                 unit.variants[structure] = _decode(unit, value)
         for name, indices in analysis.writes.items():
-            if not state.runner.writes.parameters.get(units[name], set()).issuperset(indices):
-                state.runner.writes.add(units[name], indices)
+            if not flow.runner.writes.parameters.get(units[name], set()).issuperset(indices):
+                flow.runner.writes.add(units[name], indices)
 
 
 def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
@@ -154,13 +154,13 @@ def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
     return traits
 
 
-def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
+def _describe_model(flow: Flow, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
     """Return hashes of the model, the versions and the settings that the results of trial runs depend on."""
-    model, device = state.model, state.device.torch_device
+    model, device = flow.model, flow.device.torch_device
     modules = [(name, _hash_class(each.__class__), _options(each)) for name, each in model.named_modules()]
-    parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in state.infos]
+    parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in flow.infos]
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
-    units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in state.units]
+    units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in flow.units]
     packages = {"offload", "torch", *(type(module).__module__.partition(".")[0] for module in model.modules())}
     rows = settings.rows.items() if isinstance(settings.rows, Mapping) else settings.rows or ()
     rule = settings.optimizer
@@ -172,13 +172,13 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
         "config": digest(repr([_options(config, _CONFIG_OPTIONS) for config in configs]).encode()),
         "versions": {name: getattr(sys.modules.get(name), "__version__", "") for name in sorted(packages)},
         "settings": {
-            "ranks": [state.comm.size, settings.sequence_parallel],
+            "ranks": [flow.comm.size, settings.sequence_parallel],
             "precision": settings.precision,
             "matmul": settings.matmul,
             "micro-batches": settings.micro_batch_size is not None or settings.passes > 1,
             "recompute": settings.recompute,
             "method": rule.method,
-            "stages": list(_stage_names(state.stages)),
+            "stages": list(_stage_names(flow.stages)),
             "rows": [str(row if isinstance(row, str) else _describe_row(*row)) for row in rows],
         },
         "device": [device.type, torch.backends.cpu.get_cpu_capability(), *_kernel_choices(device)],

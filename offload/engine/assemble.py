@@ -46,29 +46,30 @@ are in the model meanwhile. tensors: in place of those of another tensor class, 
 
 def take_over(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store and reroute the units."""
-    state.caches.turn(on=False)
+    flow = state.flow
+    flow.caches.turn(on=False)
     try:
         _store_weights(state, fill)
-        state.ownership.guard()
-        state.lanes.drain_updates()  # a disk failure is raised here
-        state.lanes.timeline.discount(*DISK_LANES)
+        flow.ownership.guard()
+        state.memory.lanes.drain_updates()  # a disk failure is raised here
+        state.memory.lanes.timeline.discount(*DISK_LANES)
         trim_heap()
-        state.stages.divert()  # before units: a module inside of a block may be a unit
-        for unit in state.units:
+        flow.stages.divert()  # before units: a module inside of a block may be a unit
+        for unit in flow.units:
             if unit.resident:
-                state.keep(unit)
+                flow.keep(unit)
             elif not unit.in_records:
-                unit.route(state.router)
-        state.attention.divert()
-        for region in state.regions:
+                unit.route(flow.router)
+        flow.attention.divert()
+        for region in state.weights.regions:
             if len(region.units) > 1:
-                state.gradients.make_lasting(region)
+                state.weights.gradients.make_lasting(region)
     except BaseException:
-        if any(unit.placeholders for unit in state.units):
-            state.ownership.invalidate(failed=True)
-        state.caches.turn(on=True)
-        state.end_lanes()
-        state.store.close()
+        if any(unit.placeholders for unit in flow.units):
+            flow.ownership.invalidate(failed=True)
+        flow.caches.turn(on=True)
+        state.memory.end_lanes()
+        state.memory.store.close()
         raise
 
 
@@ -84,24 +85,25 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
 
     # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
     # taken by then. The ranks take turns at calling `fill`, so each file is read once, and broadcast the weights.
-    files = state.files
+    flow, store = state.flow, state.memory.store
+    files = state.memory.files
     sources = dict[nn.Parameter, Source]()
     reopened = dict[Path, TensorFile]()
     stored: set[int] = set()
     noncontiguous: list[str] = []
     # The call for a block also fills the experts, and the call for a cut layer the row blocks, which follow directly.
-    source, turns = 0, itertools.cycle(range(state.comm.size))
-    for unit in sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records)):
+    source, turns = 0, itertools.cycle(range(store.comm.size))
+    for unit in sorted(flow.units, key=lambda unit: not (unit.whole or unit.in_records)):
         if fill is not None and unit.layer == unit.name and not unit.in_records:
             source = next(turns)
-            if source == state.comm.rank or files is not None:
+            if source == store.comm.rank or files is not None:
                 sources.update(fill(unit.name, unit.module) or {})  # may include children taken later
         for place in unit.places:
             parameter = place.module._parameters[place.key]
             assert parameter is not None
             if place.parameter not in stored:
                 stored.add(place.parameter)
-                parameter_source, info = sources.pop(parameter, None), state.infos[place.parameter]
+                parameter_source, info = sources.pop(parameter, None), store.infos[place.parameter]
                 if not parameter.is_contiguous():
                     noncontiguous.append(info.name)
                 if files is not None and not info.trainable:
@@ -114,10 +116,10 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
                     files.give(info.index, info.codec.reader(info.name, parameter_source.reopen_files(reopen), None))
                 else:
                     read = tensor_reader(parameter)
-                    if source == state.comm.rank:
+                    if source == store.comm.rank:
                         read = info.codec.reader(info.name, parameter_source, read)
-                    state.store.values.write(info.index, read, parameter.dtype, source)
-            unit.placeholders[place.parameter] = state.ownership.placeholders[place.parameter]
+                    store.values.write(info.index, read, parameter.dtype, source)
+            unit.placeholders[place.parameter] = flow.ownership.placeholders[place.parameter]
         unit.install(unit.placeholders)
     if noncontiguous:
         more = f" and {len(noncontiguous) - 1} others" if len(noncontiguous) > 1 else ""

@@ -10,14 +10,17 @@ from collections.abc import Collection, Iterator
 from itertools import count, takewhile
 
 import torch
+from torch import nn
 
 from offload.checkpoint.manifest import ERROR as ERROR_PREFIX
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Span
 from offload.engine.state import EngineState
+from offload.engine.weights import Weights
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, ERROR, STALE
 from offload.layout.regions import Region
+from offload.tiers.store import Store
 from offload.tiers.tile import RegionState, Tile
 
 TRAINED_ONLY = "trained_only"
@@ -31,21 +34,22 @@ BUFFER = "buffer"
 def contents_of(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
     """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
     contents = {}
-    for state in engine.store.states.values():
+    store = engine.memory.store
+    for state in store.states.values():
         left_out = unsaved_planes(state.is_stale)
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
-        num_errors = 0 if state.error is None else engine.store.sharding.num_replicas
+        num_errors = 0 if state.error is None else store.sharding.num_replicas
         errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
-        for info in (engine.infos[index] for index in state.region.parameters):
+        for info in (store.infos[index] for index in state.region.parameters):
             if changed is not None and not state.region.trainable and info.name not in changed:
                 continue
             shape = tuple(info.shape)
             counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
             factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
             contents[info.name] = Entry(shape, planes | factors | errors, blocks, counts)
-    for name, buffer in buffers_in_state_dict(engine).items():
+    for name, buffer in buffers_in_state_dict(engine.flow.model).items():
         contents[name] = Entry(tuple(buffer.shape), {BUFFER: buffer.dtype})
     return contents
 
@@ -58,39 +62,39 @@ def unsaved_planes(is_late: bool) -> set[str]:
     return {CODES} if is_late else {CODES, STALE}
 
 
-def buffers_in_state_dict(engine: EngineState) -> dict[str, torch.Tensor]:
+def buffers_in_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers in the model's state dict, each under its first name."""
-    state_dict = engine.model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
-    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if state_dict.get(name) is buffer}
+    state_dict = model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
+    buffers = {name: buffer for name, buffer in model.named_buffers() if state_dict.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in buffers.items()}
 
 
 def unsaved_reason(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty if all can."""
-    reasons = (info.codec.unsaved_reason for info in engine.infos)
+    reasons = (info.codec.unsaved_reason for info in engine.weights.infos)
     in_files = "offload.parameters is files, so frozen weights stay in the model's own files"
-    return next(filter(None, reasons), in_files if engine.files is not None else "")
+    return next(filter(None, reasons), in_files if engine.memory.files is not None else "")
 
 
-def coded_dtypes(engine: EngineState) -> dict[str, str]:
+def coded_dtypes(weights: Weights) -> dict[str, str]:
     """Return the compute dtype of each parameter in the format `frozen_weights`, by name."""
-    is_coded = engine.frozen_weights != EXACT.name
-    return {info.name: info.compute for info in engine.infos if is_coded and info.is_quantized}
+    is_coded = weights.frozen_weights != EXACT.name
+    return {info.name: info.compute for info in weights.infos if is_coded and info.is_quantized}
 
 
-def rule_titles(engine: EngineState) -> str:
+def rule_titles(weights: Weights) -> str:
     """Return the update rule titles, comma-separated."""
-    return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
+    return ", ".join(dict.fromkeys(rule.title for rule in weights.rules))
 
 
 class Places:
     """Where the contents of a checkpoint are in the memory of this rank."""
 
-    def __init__(self, engine: EngineState, contents: Contents) -> None:
+    def __init__(self, store: Store, contents: Contents) -> None:
         self._contents = contents
-        self._infos = engine.infos
-        self._states = engine.store.states
-        self._sharding = engine.store.sharding
+        self._infos = store.infos
+        self._states = store.states
+        self._sharding = store.sharding
 
     @property
     def regions(self) -> list[RegionState]:

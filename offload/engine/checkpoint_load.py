@@ -49,7 +49,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         {name: entry.with_planes(STALE.__ne__) for name, entry in contents.items()}
         for contents in map(without_moved, (own, reader.contents))
     )
-    is_same_rule = reader.meta["engine"].get("rule") in (None, rule_titles(engine))
+    is_same_rule = reader.meta["engine"].get("rule") in (None, rule_titles(engine.weights))
     if is_same_rule and not may_reset:
         _check_frozen(reader, wanted, saved, trained_only)
     _check_model(engine, reader, wanted, saved)
@@ -64,15 +64,15 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
 def _check_codecs(engine: EngineState, reader: Reader) -> None:
     """Raise ConfigError if the saved run computed with frozen weights in another format."""
     own = reader.meta["engine"]
-    then, now = own.get("frozen_weights", EXACT.name), engine.frozen_weights
+    then, now = own.get("frozen_weights", EXACT.name), engine.weights.frozen_weights
     if then != now:
         raise ConfigError(
             f"{reader.path} was trained on frozen weights stored as {then}, but offload.frozen_weights is "
             f"{now}, which gives other weights. Set --offload.frozen_weights {then}."
         )
     saved_coded = own.get(CODED, {})
-    frozen = {info.name for info in engine.infos if not info.trainable} - reader.contents.keys()
-    if others := sorted(frozen & (coded_dtypes(engine).keys() ^ saved_coded.keys())):
+    frozen = {info.name for info in engine.weights.infos if not info.trainable} - reader.contents.keys()
+    if others := sorted(frozen & (coded_dtypes(engine.weights).keys() ^ saved_coded.keys())):
         formats = (then, EXACT.name) if others[0] in saved_coded else (EXACT.name, then)
         raise ConfigError(
             f"{reader.path} was trained on {others[0]} stored as {formats[0]}, and this version of offload stores it "
@@ -88,7 +88,7 @@ def _check_extent(engine: EngineState, reader: Reader, trained_only: bool) -> No
             f"{reader.path} contains frozen weights, but {why} and cannot be loaded from a checkpoint: load one saved "
             "with trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
         )
-    if trained_only and (lost := sorted(engine.changed - reader.changed)):
+    if trained_only and (lost := sorted(engine.weights.changed - reader.changed)):
         raise ConfigError(
             f"{reader.path} was saved with unchanged frozen weights, but engine.edit has changed {lost[0]} since: load "
             "the checkpoint into a new engine."
@@ -123,7 +123,7 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents, trained_onl
 
 def _check_model(engine: EngineState, reader: Reader, wanted: Contents, saved: Contents) -> None:
     """Raise ConfigError if the weights or buffers have other names, shapes or dtypes."""
-    trained = {info.name for info in engine.infos if info.trainable}
+    trained = {info.name for info in engine.weights.infos if info.trainable}
     for name in [*wanted, *saved]:
         # For trainable parameters the update rule decides about a low half of the master weights.
         masters = MASTER[:1] if name in trained else MASTER
@@ -144,7 +144,7 @@ def _refuse_states(
     engine: EngineState, reader: Reader, different: str | None, wanted: Contents, saved: Contents
 ) -> None:
     """Raise ConfigError for optimizer states of another rule, or in other dtypes for the parameter `different`."""
-    saved_rule, own_rule = reader.meta["engine"].get("rule"), rule_titles(engine)
+    saved_rule, own_rule = reader.meta["engine"].get("rule"), rule_titles(engine.weights)
     where = ""
     if different is not None:
         where = (
@@ -178,8 +178,8 @@ class StateLoader:
         self._reader = reader
         self._anew = anew
         self._own = reader.meta["engine"]
-        self._places = Places(engine, reader.contents)
-        self._has_same_ranks = len(self._own["random"]) == engine.store.sharding.num_ranks
+        self._places = Places(engine.memory.store, reader.contents)
+        self._has_same_ranks = len(self._own["random"]) == engine.memory.store.sharding.num_ranks
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans this rank reads, in `load` order."""
@@ -194,9 +194,9 @@ class StateLoader:
                     yield name, plane, 0, len(values)
                 for _, span in places.errors(state):
                     yield span
-        for name, buffer in buffers_in_state_dict(engine).items():
+        for name, buffer in buffers_in_state_dict(engine.flow.model).items():
             yield name, BUFFER, 0, buffer.numel()
-        yield from engine.moved_buffers.spans(self._reader, engine.comm.rank, self._has_same_ranks)
+        yield from engine.flow.moved_buffers.spans(self._reader, engine.memory.comm.rank, self._has_same_ranks)
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read all spans. Return (engine decisions, meta).
@@ -206,22 +206,22 @@ class StateLoader:
         engine, reader = self._engine, self._reader
         sizes = (numel * reader.contents[name].planes[plane].itemsize for name, plane, _, numel in self.spans())
         tally = Tally(sum(sizes))
-        engine.tell("reading the checkpoint", tally)
+        engine.flow.tell("reading the checkpoint", tally)
         reader.expect(self.spans(), tally.add)
         updates = {} if self._anew else self._own["updates"]
         for state in self._places.regions:
             self._load_region(state)
-            state.steps[:] = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
-        for name, buffer in buffers_in_state_dict(engine).items():
+            state.steps[:] = [updates.get(engine.weights.infos[index].name, 0) for index in state.region.parameters]
+        for name, buffer in buffers_in_state_dict(engine.flow.model).items():
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             reader.read(name, BUFFER, 0, value)
             buffer.copy_(value)
-        engine.moved_buffers.load(reader, engine.comm.rank, self._has_same_ranks)
-        engine.runner.step_number = self._own["step"]
+        engine.flow.moved_buffers.load(reader, engine.memory.comm.rank, self._has_same_ranks)
+        engine.flow.runner.step_number = self._own["step"]
         if self._has_same_ranks:
             self._restore_generators()
-        engine.changed.clear()
-        engine.changed.update(reader.changed)
+        engine.weights.changed.clear()
+        engine.weights.changed.update(reader.changed)
         return self._own, reader.meta["meta"]
 
     def _load_region(self, state: RegionState) -> None:
@@ -249,10 +249,10 @@ class StateLoader:
         With `anew`: master weights only. Stale weights: only if the checkpoint and the next update are both late. For
         quantized records the master weights are read, also on a rank that does not store them.
         """
-        contents, infos = self._reader.contents, self._engine.infos
+        contents, infos = self._reader.contents, self._engine.weights.infos
         names_of_region = (infos[index].name for index in state.region.parameters)
         first = next(contents[name] for name in names_of_region if name in contents)
-        left_out = unsaved_planes(STALE in first.planes and self._engine.updates.delays(self._own["step"]))
+        left_out = unsaved_planes(STALE in first.planes and self._engine.weights.updates.delays(self._own["step"]))
         names = [name for name in tile.states if name not in left_out]
         if CODES in tile.states:
             names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
@@ -264,11 +264,11 @@ class StateLoader:
         Disk planes are written while the tile is read. For a region only partly in the checkpoint the other values
         stay.
         """
-        infos, contents = self._engine.infos, self._reader.contents
+        infos, contents = self._engine.weights.infos, self._reader.contents
         names = [name for name in tile.states if name != STALE or name in read_names]
         is_whole = all(infos[index].name in contents for index in region.parameters)
         lease = tile.land(*names) if is_whole else tile.lend(*names)
-        with lease.opened(self._engine.lanes.wait, changes=True) as own:
+        with lease.opened(self._engine.memory.lanes.wait, changes=True) as own:
             beside = {region.plane(name) for name in read_names if name not in names}  # another rank's, to quantize
             size = tile.end - tile.begin
             planes = own | {p.name: torch.zeros(p.numel(size), dtype=p.dtype, device=own[CODES].device) for p in beside}
@@ -297,7 +297,7 @@ class StateLoader:
 
     def _restore_generators(self) -> None:
         """Restore the random generators, if the checkpoint comes from a device with the same ones."""
-        device = self._engine.device
-        states = [base64.b64decode(text) for text in self._own["random"][self._engine.comm.rank]]
+        device = self._engine.memory.device
+        states = [base64.b64decode(text) for text in self._own["random"][self._engine.memory.comm.rank]]
         if len(states) == len(device.random_state()):
             device.set_random_state(tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states))

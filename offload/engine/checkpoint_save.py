@@ -31,8 +31,10 @@ from offload.engine.checkpoint_contents import (
     unsaved_planes,
     unsaved_reason,
 )
+from offload.engine.flow import Flow
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
+from offload.engine.weights import Weights
 from offload.errors import ConfigError
 from offload.files.extra_files import check_extra_files
 from offload.files.sources import FORMAT, MODEL_FORMATS
@@ -41,6 +43,7 @@ from offload.layout.codecs import EXACT
 from offload.layout.regions import Region
 from offload.machine.limits import memory
 from offload.tiers.lease import Lease
+from offload.tiers.store import Store
 from offload.tiers.tile import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
@@ -71,19 +74,20 @@ class PendingCheckpoint:
 
         Raises, on all ranks, DiskError, ConfigError, or any error from `share_outcome`.
         """
-        trained_only = trained_only and not all(region.trainable for region in engine.store.states)
+        trained_only = trained_only and not all(region.trainable for region in engine.memory.store.states)
         if not trained_only and (why := unsaved_reason(engine)):
             raise ConfigError(
                 f"{why}, and a full checkpoint cannot hold them: save with trained_only=True, and load into an engine "
                 "built from the same model."
             )
-        self._comm = engine.comm
-        self._tell = engine.tell
+        self._comm = engine.memory.comm
+        self._tell = engine.flow.tell
         self._save: Save | None = None  # on the ranks that keep a folder
-        contents = contents_of(engine, engine.changed if trained_only else None)
-        moved = engine.moved_buffers.find(self._comm, buffers_in_state_dict(engine))
+        contents = contents_of(engine, engine.weights.changed if trained_only else None)
+        moved = engine.flow.moved_buffers.find(self._comm, buffers_in_state_dict(engine.flow.model))
         self._contents = _with_planes(contents, moved)
-        self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in engine.device.random_state()]
+        random = engine.memory.device.random_state()
+        self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in random]
         own = _describe_engine(engine, decided, trained_only)
         with ExitStack() as opened:
             self._keepers = keepers(self._comm, folder.parent)
@@ -111,7 +115,7 @@ class PendingCheckpoint:
         comm = self._comm
         with share_failure(comm, "creation of the checkpoint"):
             if self._keepers[comm.rank] == comm.rank:
-                configuration = _configuration(engine)
+                configuration = _configuration(engine.flow)
                 ranks = {f"rank-{rank}.bin" for rank in range(comm.size)}
                 check_extra_files(files, "checkpoint", {*configuration, *ranks, MANIFEST})
                 self._save = opened.enter_context(Save(folder))
@@ -127,15 +131,16 @@ class PendingCheckpoint:
         """Submit the states of this rank. Return the writer, which has them in spare memory or on disk. Collective."""
         comm = self._comm
         with share_failure(comm, "writing of the checkpoint"):
-            engine.host.make_room()  # frees the copy from an earlier save
-            num_bytes = _share_bytes(engine, self._contents)
+            host = engine.memory.host
+            host.make_room()  # frees the copy from an earlier save
+            num_bytes = _share_bytes(engine.memory.store, self._contents)
             spare_bytes = _spare_bytes(engine, num_bytes) if copies else 0
             writer = opened.enter_context(Writer(path, comm.rank, self._contents, spare_bytes=spare_bytes))
             if writer.spare_bytes:
-                opened.enter_context(engine.host.reserve_until(_COPY, writer.spare_bytes, partial(_is_on_disk, writer)))
+                opened.enter_context(host.reserve_until(_COPY, writer.spare_bytes, partial(_is_on_disk, writer)))
             self._tell("saving the states", lambda: Amount(writer.num_bytes, num_bytes))
             _write_states(engine, writer)
-            engine.moved_buffers.write(writer, comm.rank, moved)
+            engine.flow.moved_buffers.write(writer, comm.rank, moved)
             writer.end()
         return writer
 
@@ -187,53 +192,54 @@ def _with_planes(contents: Mapping[str, Entry], added: Mapping[str, Entry]) -> d
 
 def _describe_engine(engine: EngineState, decided: Mapping[str, Any], trained_only: bool) -> dict[str, Any]:
     """Return the engine's part of the metadata, as JSON."""
-    steps = ((state.region.parameters, state.steps) for state in engine.store.states.values())
+    infos = engine.weights.infos
+    steps = ((state.region.parameters, state.steps) for state in engine.memory.store.states.values())
     own = {
         **decided,
-        "step": engine.runner.step_number,
-        "updates": {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)},
-        "built_in": _built_dtypes(engine),
-        "conversions": MODEL_FORMATS[FORMAT].conversions(engine.model),
-        "rule": rule_titles(engine),
+        "step": engine.flow.runner.step_number,
+        "updates": {infos[index].name: count for each in steps for index, count in zip(*each, strict=True)},
+        "built_in": _built_dtypes(engine.weights),
+        "conversions": MODEL_FORMATS[FORMAT].conversions(engine.flow.model),
+        "rule": rule_titles(engine.weights),
     }
-    if engine.frozen_weights != EXACT.name:
-        own["frozen_weights"] = engine.frozen_weights
-        own[CODED] = coded_dtypes(engine)
+    if engine.weights.frozen_weights != EXACT.name:
+        own["frozen_weights"] = engine.weights.frozen_weights
+        own[CODED] = coded_dtypes(engine.weights)
     if trained_only:
         own[TRAINED_ONLY] = True
-    if engine.changed:
-        own[CHANGED] = sorted(engine.changed)
+    if engine.weights.changed:
+        own[CHANGED] = sorted(engine.weights.changed)
     return own
 
 
-def _built_dtypes(engine: EngineState) -> dict[str, Any]:
+def _built_dtypes(weights: Weights) -> dict[str, Any]:
     """Return the most common weight dtype ("main") and the parameters with another dtype ("others").
 
     Loading decides by these dtypes which weights stay in fp32.
     """
-    dtypes = {info.name: name_of(dtype) for info, dtype in zip(engine.infos, engine.dtypes, strict=True)}
+    dtypes = {info.name: name_of(dtype) for info, dtype in zip(weights.infos, weights.dtypes, strict=True)}
     counts: Counter[str] = Counter()
-    for info in engine.infos:
+    for info in weights.infos:
         counts[dtypes[info.name]] += info.numel
     main = counts.most_common(1)[0][0]
     return {"main": main, "others": {name: dtype for name, dtype in dtypes.items() if dtype != main}}
 
 
-def _configuration(engine: EngineState) -> dict[str, bytes]:
+def _configuration(flow: Flow) -> dict[str, bytes]:
     """Return the files that describe the original model configuration, by name."""
-    with engine.caches.with_original_flags():
-        return files_written(partial(MODEL_FORMATS[FORMAT].write_configuration, engine.model))
+    with flow.caches.with_original_flags():
+        return files_written(partial(MODEL_FORMATS[FORMAT].write_configuration, flow.model))
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def _share_bytes(engine: EngineState, contents: Contents) -> int:
+def _share_bytes(store: Store, contents: Contents) -> int:
     """Return this rank's share of a checkpoint, in bytes."""
     num_bytes = sum(
         entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
     )
-    return num_bytes // engine.store.sharding.num_ranks
+    return num_bytes // store.sharding.num_ranks
 
 
 def _spare_bytes(engine: EngineState, share_bytes: int) -> int:
@@ -241,11 +247,11 @@ def _spare_bytes(engine: EngineState, share_bytes: int) -> int:
 
     With a budget: the unused part, given back on demand. Without: half the free memory.
     """
-    host = engine.host
+    host = engine.memory.host
     if host.budget_bytes is not None:
         free = host.budget_bytes - host.current_bytes
     else:
-        free = memory().get("available_bytes", 0) // engine.comm.local_size // 2
+        free = memory().get("available_bytes", 0) // engine.memory.comm.local_size // 2
     return max(0, min(share_bytes + CHUNK_BYTES, free))
 
 
@@ -261,12 +267,12 @@ def _write_states(engine: EngineState, writer: Writer) -> None:
 
     Ranks with equal data split the work: each writes its own piece, and those factors that begin in this piece.
     """
-    to_host = engine.device.to_host
-    if engine.comm.rank == 0:
-        for name, buffer in buffers_in_state_dict(engine).items():
+    store, to_host = engine.memory.store, engine.memory.device.to_host
+    if store.comm.rank == 0:
+        for name, buffer in buffers_in_state_dict(engine.flow.model).items():
             writer.write(name, BUFFER, 0, to_host(buffer).contiguous())
-    sharding = engine.store.sharding
-    places = Places(engine, writer.contents)
+    sharding = store.sharding
+    places = Places(store, writer.contents)
     for state in places.regions:
         shard = sharding.piece(state.region)
         for begin, name, plane, values in places.factors(state):
@@ -275,21 +281,19 @@ def _write_states(engine: EngineState, writer: Writer) -> None:
         for elements, (name, plane, begin, _) in places.errors(state):
             assert state.error is not None
             writer.write(name, plane, begin, to_host(state.error[elements]))
-    with closing(_lease_tiles(engine, places.regions)) as lent:
+    with closing(_lease_tiles(store, places.regions)) as lent:
         for region, tile, lease in lent:
-            engine.lanes.wait(lease.reads)
+            store.lanes.wait(lease.reads)
             for plane, flat in lease.planes.items():
                 for elements, (name, _, begin, _) in places.stretches(region, tile, plane, sharding.piece(region)):
                     writer.write(name, plane, begin, to_host(flat[elements]))
 
 
-def _lease_tiles(
-    engine: EngineState, states: Sequence[RegionState]
-) -> Generator[tuple[Region, Tile, Lease], None, None]:
+def _lease_tiles(store: Store, states: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
     """Yield a lease for each tile this rank writes. The disk read for the next tile runs meanwhile."""
     wanted: list[tuple[Region, Tile]] = []
     for state in states:
-        shard = engine.store.sharding.piece(state.region)
+        shard = store.sharding.piece(state.region)
         own = (tile for tile in state.tiles if tile.begin < shard.stop and shard.start < tile.end)
         wanted += [(state.region, tile) for tile in own]
     open_now: deque[tuple[Region, Tile, Lease]] = deque()

@@ -105,13 +105,16 @@ class Engine(StateAccess):
             if self._owned_comm is not None:
                 self._owned_comm.close(error)
             raise
-        self.device = self._state.device.torch_device
-        self._recovery = self._state.recovery
-        self._steps = Steps(self._state, settings)
-        self._own_loop = OwnLoop(self._state, self._steps, settings)
-        self._parameter_reads = ParameterReads(self._state, self._own_loop, self._steps.foreign_writes)
+        self._memory = self._state.memory
+        self._weights = self._state.weights
+        self._flow = self._state.flow
+        self.device = self._memory.device.torch_device
+        self._recovery = self._flow.recovery
+        self._steps = Steps(self._flow, settings)
+        self._own_loop = OwnLoop(self._flow, self._steps, settings)
+        self._parameter_reads = ParameterReads(self._flow, self._own_loop, self._steps.foreign_writes)
         discard = self._steps.trial_runs.discard_incomplete
-        self._recovery.callbacks += [discard, self._state.spare_memory.give_up, self._own_loop.forget]
+        self._recovery.callbacks += [discard, self._flow.spare_memory.give_up, self._own_loop.forget]
         if analysis is not None:
             try:
                 self._steps.adopt(analysis)
@@ -126,11 +129,11 @@ class Engine(StateAccess):
         """Call `tell` when a long stage begins: those that a new kind of batch needs before the step, and reads and
         writes of files. `tell` gets a name, and a function for the amount of work done, to call from any thread.
         """
-        self._state.tell = tell
+        self._flow.tell = tell
 
     def amount(self) -> Amount:
         """Return the current place in a pass, and the bytes moved between tiers in this step. Call from any thread."""
-        return self._state.amount()
+        return self._flow.amount()
 
     def stay(self) -> None:
         """Let the model stand in for the original one in a script.
@@ -138,15 +141,15 @@ class Engine(StateAccess):
         The engine lives as long as the model, even without other references; `engine_of` finds the engine. On a single
         rank scripts read parameters that were fp32 as fp32 master weights, also under precision bf16.
         """
-        self._state.ownership.engine = self
+        self._flow.ownership.engine = self
         if self.comm.size == 1:
-            self._state.ownership.read_as_given(self._state.dtypes)
-        self._state.ownership.save_as_given(self.model, self._as_original)
+            self._flow.ownership.read_as_given(self._weights.dtypes)
+        self._flow.ownership.save_as_given(self.model, self._as_original)
 
     @contextmanager
     def _as_original(self) -> Iterator[None]:
         """Context in which a script sees the original configuration, and a forward is no step of a loop."""
-        with self._state.caches.with_original_flags(), self._state.runner.as_engine_calls():
+        with self._flow.caches.with_original_flags(), self._flow.runner.as_engine_calls():
             yield
 
     # -- a step ----------------------------------------------------------------------------------------------
@@ -164,8 +167,8 @@ class Engine(StateAccess):
                 "engine.step was called with gradients disabled (torch.no_grad or torch.inference_mode) and cannot "
                 "train: call it outside, or call engine.evaluate for a loss."
             )
-        self._state.snapshot.check(trains=True)
-        self._state.snapshot.refuse_all_frozen()
+        self._flow.snapshot.check(trains=True)
+        self._flow.snapshot.refuse_all_frozen()
         if self._own_loop.is_open:
             self._own_loop.refuse_during_step("engine.step")
             self._own_loop.forget()  # a forward that had no backward
@@ -179,7 +182,7 @@ class Engine(StateAccess):
         """
         with torch.inference_mode(False):  # inference tensors cannot be used in later steps
             self._recovery.check_usable()
-            self._state.snapshot.check(trains=False)
+            self._flow.snapshot.check(trains=False)
             with self._recovery.working():
                 return self._steps.evaluate(batch, loss_fn)
 
@@ -196,13 +199,13 @@ class Engine(StateAccess):
         self._own_loop.refuse_during_step("engine.replay")
         with self.counters.preserve():
             self._steps.replay(records)
-            self._state.runner.weights_changed()
+            self._flow.runner.weights_changed()
 
     def backward(self, loss: torch.Tensor) -> None:
         """For own loops: add the gradients of `loss`, without scaling."""
         self._recovery.check_usable()
-        self._state.snapshot.check(trains=True)
-        self._state.snapshot.refuse_all_frozen()
+        self._flow.snapshot.check(trains=True)
+        self._flow.snapshot.refuse_all_frozen()
         self._own_loop.backward(loss)
 
     def grad_norm(self) -> float:
@@ -257,8 +260,8 @@ class Engine(StateAccess):
         """
         self._recovery.check_usable()
         with self._recovery.working():
-            self._state.updates.flush()
-            self._state.lanes.finish()
+            self._weights.updates.flush()
+            self._memory.lanes.finish()
         self._recovery.check_sound()
 
     @property
@@ -293,7 +296,7 @@ class Engine(StateAccess):
         changed = replace(untyped_rule, **settings)
         for info in self._infos_of("engine.tune", decays):
             check_number(f"weight_decay of {info.name}", decays[info.name])
-        self._state.updates.tune(changed, decays)
+        self._weights.updates.tune(changed, decays)
         self.optimizer = changed
 
     def set_attention(self, name: str) -> None:
@@ -302,16 +305,16 @@ class Engine(StateAccess):
         name: "documents" computes the documents of a row (positions that restart) one by one, without a mask. Rows with
         several documents then round differently from plain PyTorch. "whole" restores the model's own attention.
         """
-        state = self._state
-        if state.attention.size > 1:
+        flow = self._flow
+        if flow.attention.size > 1:
             raise ConfigError(
-                f"train.sequence_parallel is {state.attention.size}, and ranks that share rows have an attention "
+                f"train.sequence_parallel is {flow.attention.size}, and ranks that share rows have an attention "
                 f"of their own: leave out attention {name}, or set --train.sequence_parallel 1."
             )
         kind = ATTENTIONS[name]
-        state.attention.undo()
-        state.attention = kind.open(state.model, 1, Comm(), self.counters)
-        state.attention.divert()
+        flow.attention.undo()
+        flow.attention = kind.open(flow.model, 1, Comm(), self.counters)
+        flow.attention.divert()
 
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps with `tokens` tokens on this rank, and return the current mode.
@@ -337,11 +340,11 @@ class Engine(StateAccess):
         """
         if self._recovery.is_closed:
             return
-        has_peers = self._state.runner.has_peers
+        has_peers = self._flow.runner.has_peers
         if not has_peers:
             self._recovery.recover()
         error = sys.exc_info()[1]  # error in the block for which this call cleans up
-        is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
+        is_sound = error is None and not self._recovery.torn and self._weights.updates.failure() is None
         if is_sound and (restore or (has_peers and self.comm.is_alive)):
             if restore:
                 self._steps.foreign_writes.check()

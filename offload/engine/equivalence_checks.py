@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from offload.engine.entries import ModelCall
+from offload.engine.flow import Flow
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import as_loss, run_loss
@@ -19,7 +20,6 @@ from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
 from offload.engine.recording.known import KnownPasses
-from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError, DoesNotFitError, warn
@@ -39,12 +39,12 @@ class EquivalenceChecks:
     model's.
     """
 
-    def __init__(self, state: EngineState, method: Method, losses: Losses, known: KnownPasses, precision: str) -> None:
-        self._state = state
+    def __init__(self, flow: Flow, method: Method, losses: Losses, known: KnownPasses, precision: str) -> None:
+        self._flow = flow
         self._method = method
         self._losses = losses
         self._known = known
-        self._comparator = PassComparator(state, precision)
+        self._comparator = PassComparator(flow, precision)
 
     def check(self, inputs: PassInputs, sample: Batch) -> None:
         """Check passes of this kind on a few rows.
@@ -84,9 +84,9 @@ class EquivalenceChecks:
 
     def _try(self, compare: Callable[[], EquivalenceResult]) -> EquivalenceResult:
         """Return the result of a check; an error, or a write to weights, is a difference."""
-        runner = self._state.runner
+        runner = self._flow.runner
         try:
-            with runner.writes.watched(self._state.units):
+            with runner.writes.watched(self._flow.units):
                 result = compare()
                 runner.check_writes()
             return result
@@ -111,7 +111,7 @@ class EquivalenceChecks:
                 raise
             except Exception as error:
                 failure = error
-            if not self._state.comm.any(failure is not None, "outcome of a sample call"):
+            if not self._flow.comm.any(failure is not None, "outcome of a sample call"):
                 return
             if number == len(samples) and failure is not None:
                 raise failure
@@ -125,12 +125,12 @@ class EquivalenceChecks:
             outputs = [
                 t for t in tree_iter(call.module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
             ]
-            return sum(map(_weighted_mean, outputs), torch.zeros((), device=self._state.device.torch_device))
+            return sum(map(_weighted_mean, outputs), torch.zeros((), device=self._flow.device.torch_device))
 
         def run_engine() -> list[torch.Tensor]:
             total = loss()
             if total.requires_grad:
-                self._state.runner.backward(total, None, *own)
+                self._flow.runner.backward(total, None, *own)
             return [total]
 
         return PassPair({"arguments": own}, loss, run_engine, self._method.install_weights, leaves=own)
@@ -140,12 +140,12 @@ class EquivalenceChecks:
 
         `uses`: the features in use; only these are turned off.
         """
-        mode = self._state.execution_mode
+        mode = self._flow.execution_mode
         before, first = copy(mode), compare()
         trim_heap()  # the units' gradients were allocated one by one, and left holes in the heap
         if not first.difference:
             return first.is_conclusive
-        uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.policy.mode != "never"
+        uses["recomputes"] = uses.get("recomputes", False) and self._flow.runner.saved.policy.mode != "never"
         for other in before.plainer_modes(**uses):
             mode.adopt(other)
             if not compare().difference:
@@ -188,7 +188,7 @@ class EquivalenceChecks:
         if inputs.form.is_whole:
             is_labelled = all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks)
             return "" if is_labelled else inputs.form.obstacle
-        mode = self._state.execution_mode
+        mode = self._flow.execution_mode
         before = mode.cut
         mode.change(cut="calls")
         try:
@@ -197,12 +197,12 @@ class EquivalenceChecks:
             mode.change(cut=before)
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
-        is_whole, has_chunks = self._state.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0
+        is_whole, has_chunks = self._flow.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0
         is_cut = (cuts or inputs.num_passes > 1) and not is_whole
         inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if cuts and not is_whole else None)
         num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
         chunk_tokens = max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0
-        model = self._state.model
+        model = self._flow.model
         method, losses = self._method, self._losses
         has_backward = inputs.is_training and losses.has_backward
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
@@ -45,30 +46,31 @@ def export_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
-    comm = state.comm
+    comm, flow = state.memory.comm, state.flow
     # The device weights may be rounded to bf16: any other dtype comes from the fp32 masters.
-    read = partial(state.store.values.read_range, travelling=derived_model is None and dtype in (None, torch.bfloat16))
+    is_rounded = derived_model is None and dtype in (None, torch.bfloat16)
+    read = partial(state.memory.store.values.read_range, travelling=is_rounded)
     if comm.rank:
-        while (wanted := _broadcast_range(state, _END, 0, 0))[0] != _END:
+        while (wanted := _broadcast_range(comm, _END, 0, 0))[0] != _END:
             read(*wanted)
         share_outcome(comm, None, "export")
         return
-    index_of = {info.name: info.index for info in state.infos}
+    index_of = {info.name: info.index for info in state.weights.infos}
     failure: Exception | None = None
     is_reading = False
 
     def get(name: str, begin: int, end: int) -> torch.Tensor:
         nonlocal is_reading
         is_reading = True
-        values = read(*_broadcast_range(state, index_of[name], begin, end))
+        values = read(*_broadcast_range(comm, index_of[name], begin, end))
         is_reading = False
         return values
 
     try:
         model, get_weights = (
-            (state.model, get) if derived_model is None else (derived_model.model, derived_model.get_reader(get))
+            (flow.model, get) if derived_model is None else (derived_model.model, derived_model.get_reader(get))
         )
-        with state.caches.with_original_flags(), state.with_placeholders():
+        with flow.caches.with_original_flags(), flow.with_placeholders():
             write_model = MODEL_FORMATS[FORMAT].write_model
             write_model(
                 model,
@@ -78,18 +80,18 @@ def export_model(
                 shard_bytes=shard_bytes,
                 files=files,
                 replace=replace,
-                tell=state.tell,
+                tell=flow.tell,
             )
     except Exception as error:
         if is_reading:  # the other ranks are in another collective
             raise
         failure = error
-    _broadcast_range(state, _END, 0, 0)
+    _broadcast_range(comm, _END, 0, 0)
     share_outcome(comm, failure, "export")
 
 
-def _broadcast_range(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:
+def _broadcast_range(comm: Comm, index: int, begin: int, end: int) -> tuple[int, int, int]:
     """Return rank 0's three numbers."""
     numbers = torch.tensor([index, begin, end])
-    state.comm.broadcast(numbers, 0, "name of the next export")
+    comm.broadcast(numbers, 0, "name of the next export")
     return tuple(numbers.tolist())

@@ -8,10 +8,13 @@ import torch
 
 from offload.distributed.comm import Comm
 from offload.engine.analysis import Analysis
+from offload.engine.flow import Flow
+from offload.engine.memory import Memory
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
+from offload.engine.weights import Weights
 from offload.lanes.timeline import Span
 from offload.planning.plan import describe_frozen_weights, describe_links
 
@@ -21,18 +24,21 @@ class Figures:
 
     comm: Comm
     _state: EngineState
+    _memory: Memory
+    _weights: Weights
+    _flow: Flow
     _recovery: Recovery
     _steps: Steps
 
     @property
     def max_grad_norm(self) -> float | None:
         """Clipping norm, unless `update` receives another one; None: no clipping."""
-        return self._state.updates.max_norm
+        return self._weights.updates.max_norm
 
     @property
     def clip(self) -> str:
         """Clipping mode: deferred or speculative; auto until the first steps have decided."""
-        return self._state.updates.clip
+        return self._weights.updates.clip
 
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
@@ -41,7 +47,7 @@ class Figures:
         Groups with the engine's own learning rate come first.
         """
         names_by_group: dict[tuple[float, float], list[str]] = {}
-        for info in self._state.updates.tiles.settings.infos:
+        for info in self._weights.updates.tiles.settings.infos:
             if info.trainable:
                 names_by_group.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
         return [(*group, names) for group, names in sorted(names_by_group.items(), key=lambda item: item[0][0] != 1.0)]
@@ -59,17 +65,17 @@ class Figures:
     @property
     def num_steps(self) -> int:
         """Number of completed steps, including those before a loaded checkpoint."""
-        return self._state.runner.step_number
+        return self._flow.runner.step_number
 
     @property
     def prefetch(self) -> int:
         """Least number of units to prefetch; spare device memory allows more."""
-        return self._state.plan.ahead
+        return self._memory.plan.ahead
 
     @property
     def updates_on(self) -> str:
         """Device for updates of host states: cpu, device, or both."""
-        return self._state.plan.update
+        return self._memory.plan.update
 
     @property
     def head_chunks(self) -> int:
@@ -79,27 +85,27 @@ class Figures:
     @property
     def compiles(self) -> bool:
         """True if blocks are to run compiled: `compile: always`, or auto on a GPU."""
-        return self._state.compiles
+        return self._flow.compiles
 
     @property
     def compiled_graphs(self) -> int:
         """Number of graphs built by torch.compile so far, from blocks; 0 without `compiles`."""
-        return self._state.stages.num_graphs
+        return self._flow.stages.num_graphs
 
     @property
     def compiled_classes(self) -> frozenset[type]:
         """Block classes that ran compiled, without a refusal."""
-        return self._state.stages.compiled
+        return self._flow.stages.compiled
 
     @property
     def pins(self) -> bool:
         """True if host memory for transfers is registered with the device driver, up to the driver's limit."""
-        return self._state.store.pinned_bytes > 0
+        return self._memory.store.pinned_bytes > 0
 
     @property
     def overlaps(self) -> bool:
         """True if copies and updates run beside compute."""
-        return self._state.lanes.overlap
+        return self._memory.lanes.overlap
 
     @property
     def analysis(self) -> Analysis:
@@ -117,7 +123,7 @@ class Figures:
     @property
     def graphs_on_host_bytes(self) -> int:
         """Host memory in bytes for saved autograd graphs (`Placement(graphs="cpu")`)."""
-        return self._state.host.allocations.get(GRAPHS, 0)
+        return self._memory.host.allocations.get(GRAPHS, 0)
 
     @property
     def head_chunk_bytes(self) -> int | None:
@@ -129,38 +135,38 @@ class Figures:
         """Memory reservations on all tiers: (tier, name, bytes)."""
         if self._recovery.is_idle:
             with self._recovery.working():
-                self._state.runner.collect()
-        ledgers = (self._state.device.ledger, self._state.host, self._state.nvme_ledger)
+                self._flow.runner.collect()
+        ledgers = (self._memory.device.ledger, self._memory.host, self._memory.disk)
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
     @property
     def update_devices(self) -> Mapping[str, torch.device]:
         """Compute device for the update of each parameter, by name."""
-        state = self._state
-        on_host, devices = state.plan.updated_on_host(state.regions), (state.device.torch_device, torch.device("cpu"))
-        return {info.name: devices[info.index in on_host] for info in state.infos}
+        on_host = self._memory.plan.updated_on_host(self._weights.regions)
+        devices = self._memory.device.torch_device, torch.device("cpu")
+        return {info.name: devices[info.index in on_host] for info in self._weights.infos}
 
     @property
     def told_updates(self) -> str:
         """Text about the update devices of host states; empty if all updates run on the host."""
-        return self._state.plan.describe_updates(self._state.regions)
+        return self._memory.plan.describe_updates(self._weights.regions)
 
     @property
     def told_tiles(self) -> str:
         """Text about split units and sequence tiles due to little device memory; empty if none."""
-        return ".\n".join(filter(None, (self._state.splitting.description, self._state.stages.description)))
+        return ".\n".join(filter(None, (self._flow.splitting.description, self._flow.stages.description)))
 
     @property
     def told_frozen_weights(self) -> str:
         """Text about frozen weights that are quantized or read from the model files; empty if none."""
-        return describe_frozen_weights(self._state.infos, self._state.regions, self._state.plan.residence)
+        return describe_frozen_weights(self._weights.infos, self._weights.regions, self._memory.plan.residence)
 
     @property
     def told_links(self) -> str:
         """Text about quantized transfers of weights and gradients, and their approximations; empty if none."""
-        return describe_links(self._state.regions, self._state.plan.residence.sharding)
+        return describe_links(self._weights.regions, self._memory.plan.residence.sharding)
 
     @property
     def resting(self) -> frozenset[str]:
         """Names of host allocations the device never copies from; they are not pinned."""
-        return self._state.plan.residence.resting_labels(self._state.regions)
+        return self._memory.plan.residence.resting_labels(self._weights.regions)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.engine.comparison import same_bits, signed_sums
-from offload.engine.state import EngineState
+from offload.engine.flow import Flow
 from offload.errors import ConfigError
 
 
@@ -21,14 +21,14 @@ class ForeignWrites:
     has the engine's own weights, and the next update overwrites it.
     """
 
-    def __init__(self, state: EngineState, updates_later: bool) -> None:
+    def __init__(self, flow: Flow, updates_later: bool) -> None:
         """`updates_later`: updates run in a later step, so device weights change between steps.
 
         No check then, and none over ranks with parts of the weights: a rank cannot read the others' parts alone.
         """
-        self._state = state
-        self._is_off = updates_later or state.plan.residence.sharding.gathers
-        self._is_counted = state.device.torch_device.type != "cpu"  # on a CPU, numpy writes unseen by torch
+        self._flow = flow
+        self._is_off = updates_later or flow.plan.residence.sharding.gathers
+        self._is_counted = flow.device.torch_device.type != "cpu"  # on a CPU, numpy writes unseen by torch
         self._noted: dict[int, tuple[nn.Parameter, int, torch.Tensor | None]] = {}
         """By parameter: the weight, torch's count of writes, and the sums of its contents (None: not computed)."""
         self.note()
@@ -36,7 +36,7 @@ class ForeignWrites:
     def note(self) -> None:
         """Record the contents: the engine's weights, also those that the model has written in an evaluation."""
         if not self._is_off:
-            self._state.slots.compute_after_resident()
+            self._flow.slots.compute_after_resident()
             self._noted = {index: self._look(weight) for index, weight in self._staying()}
 
     def _look(self, weight: nn.Parameter) -> tuple[nn.Parameter, int, torch.Tensor | None]:
@@ -50,7 +50,7 @@ class ForeignWrites:
         noted = {index: entry for index, entry in self._noted.items() if only in (None, index)}
         if not noted:
             return
-        state, current = self._state, dict(self._staying())
+        flow, current = self._flow, dict(self._staying())
         suspects = {
             index: (weight, sums)
             for index, (weight, version, sums) in noted.items()
@@ -63,18 +63,18 @@ class ForeignWrites:
             now = torch.cat([signed_sums(weight) for weight, _ in suspects.values()])
             if same_bits(torch.cat(before), now):
                 return
-        with state.counters.preserve():  # a write by engine.edit or a loaded checkpoint changes both sides
-            state.updates.flush()
-            state.lanes.drain_updates()
-            state.slots.compute_after_resident()
-            read, live = state.store.values.read_local, dict(self._staying())
+        with flow.counters.preserve():  # a write by engine.edit or a loaded checkpoint changes both sides
+            flow.updates.flush()
+            flow.lanes.drain_updates()
+            flow.slots.compute_after_resident()
+            read, live = flow.store.values.read_local, dict(self._staying())
             written = next((i for i in suspects if not same_bits(live[i].detach().cpu(), read(i))), None)
         if written is None:
             self._noted |= {index: self._look(live[index]) for index in suspects}
         else:
-            state.runner.weights_changed()
+            flow.runner.weights_changed()
             self.note()
-            name = state.infos[written].name
+            name = flow.infos[written].name
             raise ConfigError(
                 f"{name} was changed on the device between steps, and the change would be lost: state_dict(), "
                 "checkpoints and the next update have the engine's own weights, which replace it now. Change weights "
@@ -91,8 +91,8 @@ class ForeignWrites:
         """Yield (index, weight) for the copies on the device. Excluded: weights that are stored there alone, and those
         read outside their unit, because the model itself may write them (RWKV does).
         """
-        is_alone = self._state.plan.residence.is_used_in_place
-        for unit in self._state.units:
-            if unit.resident and unit.name not in self._state.read_outside:
+        is_alone = self._flow.plan.residence.is_used_in_place
+        for unit in self._flow.units:
+            if unit.resident and unit.name not in self._flow.read_outside:
                 alone = {index for region in filter(is_alone, unit.regions) for index in region.parameters}
                 yield from (each for each in unit.live().items() if each[0] not in alone)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from offload.engine.state import EngineState
+from offload.engine.flow import Flow
 from offload.engine.units.offloaded_tensor import UsedGradient
 from offload.errors import ConfigError
 from offload.layout.planes import DTYPES
@@ -27,10 +27,10 @@ class LentGradients:
     they are used up, so each has to be cleared, in any of torch's ways, before the next gradients are used.
     """
 
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
-        self._store = state.store
-        self._measures = state.gradients.measures
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._store = flow.store
+        self._measures = flow.gradients.measures
         self._squares: dict[Region, list[float]] = {}
         """Sums of squares of each lent region, at the last look: other sums tell of a write by the script."""
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -60,8 +60,8 @@ class LentGradients:
                 "engine.update(max_grad_norm=...); in a script over accelerate, accelerator.clip_grad_norm_; for the "
                 "norm alone, engine.grad_norm()."
             )
-        if not self._state.gradients.are_complete:
-            self._state.updates.measure()
+        if not self._flow.gradients.are_complete:
+            self._flow.updates.measure()
         self.add_zeros()
         if info.index not in self._lent:
             gradient = self._store.values.gradient(info.index, self._measures.touched)
@@ -130,7 +130,7 @@ class LentGradients:
         if info.index not in self._used:
             return None
         clear = partial(self._used.__setitem__, info.index, True)
-        return UsedGradient.of(info, DTYPES[info.compute], self._state.device.torch_device, clear)
+        return UsedGradient.of(info, DTYPES[info.compute], self._flow.device.torch_device, clear)
 
     def drop(self, info: ParameterInfo) -> None:
         """Clear a used gradient: `parameter.grad = None`."""
@@ -138,7 +138,7 @@ class LentGradients:
 
     def refuse_used(self) -> None:
         """Raise ConfigError if gradients of the last step are not cleared."""
-        left = [self._state.infos[index].name for index, is_zero in self._used.items() if not is_zero]
+        left = [self._flow.infos[index].name for index, is_zero in self._used.items() if not is_zero]
         if left:
             raise ConfigError(
                 f"the gradients of {len(left)} parameters, first {left[0]}, were not cleared since the last "
@@ -156,9 +156,9 @@ class LentGradients:
         """Give a gradient of zero to parameters whose gradient was set to zero, if no other one has come."""
         if not self.num_zeros:
             return
-        self._state.updates.measure()  # `touched` is then final over the ranks
-        self._state.updates.flush()
-        self._state.lanes.drain_updates()  # the last update may still read this memory
+        self._flow.updates.measure()  # `touched` is then final over the ranks
+        self._flow.updates.flush()
+        self._flow.lanes.drain_updates()  # the last update may still read this memory
         for region, state in self._store.states.items():
             touched = self._measures.touched.get(region.index, [])
             for number, has in enumerate(touched):

@@ -9,10 +9,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.entries import Entries, ModelCall
+from offload.engine.flow import Flow
 from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.methods.result import StepResult
-from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
@@ -23,23 +23,23 @@ from offload.planning.settings import Settings, check_max_grad_norm
 class OwnLoop:
     """A step with any number of forwards and backwards, called from outside."""
 
-    def __init__(self, state: EngineState, steps: Steps, settings: Settings) -> None:
-        self._state = state
-        self._recovery = state.recovery
+    def __init__(self, flow: Flow, steps: Steps, settings: Settings) -> None:
+        self._flow = flow
+        self._recovery = flow.recovery
         self._steps = steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         self._limit: float | None = None
         """Norm to which the next update clips, from `clip`; infinite: no (further) clipping."""
         self._norm: float | None = None  # before the first `clip` of the step
-        self._lent = LentGradients(state)
+        self._lent = LentGradients(flow)
         cuts = ("micro_batch_size", settings.micro_batch_size, None), ("passes", settings.passes, 1)
         self._unused = " and ".join(f"{name} {value}" for name, value, default in cuts if value != default)
-        self._entries = Entries(state.model, state.units, state.runner, self._before_forward)
+        self._entries = Entries(flow.model, flow.units, flow.runner, self._before_forward)
 
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients, from `backward` or from a plain loss.backward()."""
-        return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
+        return bool(self.losses) or (self.is_open and self._flow.gradients.measures.has_any)
 
     def has_gradients(self) -> bool:
         """Return whether the step has gradients on any rank, also gradients set to zero. Collective.
@@ -48,7 +48,7 @@ class OwnLoop:
         """
         self._recovery.recover()
         self._lent.refuse_used()
-        return self._state.comm.any(self.holds_gradients() or self._lent.num_zeros > 0, "gradients")
+        return self._flow.comm.any(self.holds_gradients() or self._lent.num_zeros > 0, "gradients")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, if any, and restart the step.
@@ -56,8 +56,8 @@ class OwnLoop:
         `set_to_none`: False: parameters with a gradient have one of zero, as in plain PyTorch.
         """
         zeros = [] if set_to_none else self._lent.with_gradients(self.holds_gradients())
-        if self._state.comm.any(self.holds_gradients(), "zero_grad"):
-            agree_on_pass(self._state.comm, RankBatch("zero_grad"))
+        if self._flow.comm.any(self.holds_gradients(), "zero_grad"):
+            agree_on_pass(self._flow.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
         self._lent.mark_used(zeros, is_zero=True)
         self._limit = self._norm = None
@@ -110,10 +110,10 @@ class OwnLoop:
     def grad_norm(self, operation: str = "grad_norm") -> float:
         """Wait until all gradients are summed over the ranks, and return the global norm, after `clip`."""
         self._require_gradients(operation)
-        agree_on_pass(self._state.comm, RankBatch("grad_norm"))
+        agree_on_pass(self._flow.comm, RankBatch("grad_norm"))
         with self._recovery.given_up_on_error():
             self._lent.measure_changed()
-            norm = self._state.updates.measure()
+            norm = self._flow.updates.measure()
             return norm * clip_coefficient(norm, self._limit)
 
     def clip(self, max_norm: float) -> float:
@@ -134,7 +134,7 @@ class OwnLoop:
         if self._limit is None or self._limit == math.inf:
             return
         self._lent.measure_changed()
-        norm = self._state.updates.measure()
+        norm = self._flow.updates.measure()
         factor = norm if math.isnan(norm) else clip_coefficient(norm, self._limit)
         if factor != 1:
             self._lent.scale(factor)
@@ -156,15 +156,15 @@ class OwnLoop:
         check_max_grad_norm(max_grad_norm)
         max_grad_norm = self._limit_of(max_grad_norm)
         self._steps.foreign_writes.check()
-        state, lr = self._state, self._steps.method.lr
+        flow, lr = self._flow, self._steps.method.lr
         operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
         operation += f" with {zeros} gradients set to zero" if (zeros := self._lent.num_zeros) else ""
-        plan = agree_on_pass(state.comm, RankBatch(operation, lr=lr))
-        unknown = torch.full((), math.nan, device=state.device.torch_device)
+        plan = agree_on_pass(flow.comm, RankBatch(operation, lr=lr))
+        unknown = torch.full((), math.nan, device=flow.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / len(plan.ranks)
-        state.updates.steer(lr, max_grad_norm)
+        flow.updates.steer(lr, max_grad_norm)
         with self._recovery.given_up_on_error():
-            state.runner.check_writes()
+            flow.runner.check_writes()
             self._lent.measure_changed()
             self._lent.add_zeros()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
@@ -200,7 +200,7 @@ class OwnLoop:
 
     def _before_forward(self, call: ModelCall) -> None:
         """Prepare for a call: record new calls on their own arguments, and make room for gradient sums."""
-        state, recovery = self._state, self._recovery
+        flow, recovery = self._flow, self._recovery
         trial_runs = self._steps.trial_runs
         _refuse_transforms()
         if torch.is_inference_mode_enabled():
@@ -208,32 +208,32 @@ class OwnLoop:
                 self._before_forward(call)
             return
         recovery.recover()
-        state.snapshot.check(torch.is_grad_enabled())
+        flow.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
-            state.updates.flush()
+            flow.updates.flush()
             try:
-                state.slots.compute_after_resident()
+                flow.slots.compute_after_resident()
             except BaseException:  # only this call fails: the gradients so far are complete
-                if state.comm.world.size == 1:  # several ranks would all have to retry
-                    state.slots.retry()
+                if flow.comm.world.size == 1:  # several ranks would all have to retry
+                    flow.slots.retry()
                 raise
             if not torch.is_grad_enabled():
                 trial_runs.on_inference(call)
                 return
             recovery.check_sound()
-            state.attention.refuse_own_loop()
+            flow.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.known.forget_other_modes()
             is_new, is_claim = trial_runs.known.is_new_call(call), trial_runs.known.is_claim(call)
             own = RankBatch(f"own loop {call.name}".rstrip(), is_new=is_new or is_claim)
-            if agree_on_pass(state.comm, own).is_new:
+            if agree_on_pass(flow.comm, own).is_new:
                 with saved_tensors_hooks(_same, _same):  # a checkpoint around the call would save tensors of the trial
                     self._steps.prepare_call(call, is_new)
             self._open_step()
 
     def _open_step(self) -> None:
         method = self._steps.method.own_loop()
-        method.make_room()
+        self._flow.make_room()
         if self._unused:
             warn(
                 f"{self._unused} cut the batch of engine.step, not of a loop that calls the model: give the model "
@@ -242,7 +242,7 @@ class OwnLoop:
             self._unused = ""
         if not self.is_open:
             self._steps.foreign_writes.check()
-            self._state.spare_memory.give_back()
+            self._flow.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)
             self.is_open = True
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.engine.flow import Flow
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.own_loop import OwnLoop
-from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
@@ -18,13 +18,13 @@ from offload.layout.regions import ParameterInfo
 class ParameterReads:
     """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
-    def __init__(self, state: EngineState, own_loop: OwnLoop, foreign_writes: ForeignWrites) -> None:
-        self._state = state
-        self._recovery = state.recovery
+    def __init__(self, flow: Flow, own_loop: OwnLoop, foreign_writes: ForeignWrites) -> None:
+        self._flow = flow
+        self._recovery = flow.recovery
         self._own_loop = own_loop
         self._foreign_writes = foreign_writes
         self._answers: Mapping[str, torch.Tensor] = {}
-        state.ownership.connect(self)
+        flow.ownership.connect(self)
 
     @contextmanager
     def answering(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -58,7 +58,7 @@ class ParameterReads:
                 one on the device.
             TornError: the states belong to no step.
         """
-        state, recovery = self._state, self._recovery
+        flow, recovery = self._flow, self._recovery
         if info.name in self._answers:
             return self._answers[info.name].to(dtype, copy=True)
         recovery.check_open()
@@ -72,15 +72,15 @@ class ParameterReads:
                 "another engine call, which discards the unfinished pass.)"
             )
         recovery.check_sound()
-        if state.store.sharding.gathers:
+        if flow.store.sharding.gathers:
             raise ConfigError(
-                f"{info.name} was read from the model on rank {state.comm.rank}, but its weights are partitioned over "
-                f"{state.store.sharding.size} ranks. Call engine.named_parameters() or engine.export(folder) on all "
+                f"{info.name} was read from the model on rank {flow.comm.rank}, but its weights are partitioned over "
+                f"{flow.store.sharding.size} ranks. Call engine.named_parameters() or engine.export(folder) on all "
                 "ranks, or set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
-        with torch.inference_mode(False), recovery.working(), state.counters.preserve():
+        with torch.inference_mode(False), recovery.working(), flow.counters.preserve():
             self._foreign_writes.check(info.index)
-            state.updates.flush()
-            state.lanes.drain_updates()  # also raises a failure in another parameter's update
-            values = state.store.values
+            flow.updates.flush()
+            flow.lanes.drain_updates()  # also raises a failure in another parameter's update
+            values = flow.store.values
             return values.read_local(info.index) if dtype == DTYPES[info.compute] else values.read(info.index)

@@ -59,14 +59,14 @@ class StateAccess(Figures):
         self._recovery.check_usable()
         agree_on_pass(self.comm, RankBatch(operation))
         with self._recovery.working():
-            self._state.updates.flush()
-            self._state.lanes.drain_updates()
+            self._weights.updates.flush()
+            self._memory.lanes.drain_updates()
             self._end_exchanges()
 
     def _end_exchanges(self) -> None:
         """With other ranks, wait for all work: the next request is an exchange too."""
         if self.comm.size > 1:
-            self._state.lanes.finish()
+            self._memory.lanes.finish()
 
     def named_parameters(
         self, trained_only: bool = False, *, names: Iterable[str] | None = None, as_given: bool = False
@@ -80,13 +80,13 @@ class StateAccess(Figures):
         self._settle("named_parameters")
         for info in self._infos_of("engine.named_parameters", names):
             if info.trainable or not trained_only:
-                yield info.name, self._read(info).to(self._state.dtypes[info.index] if as_given else torch.float32)
+                yield info.name, self._read(info).to(self._weights.dtypes[info.index] if as_given else torch.float32)
 
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
         """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
         self._end_exchanges()  # a step may have run since the last request
         with self._recovery.working(), self.counters.preserve():
-            values = self._state.store.values
+            values = self._memory.store.values
             return values.read(info.index) if span is None else values.read_range(info.index, *span)
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,7 +117,7 @@ class StateAccess(Figures):
         frozen and read from the model files at each use.
         """
         wanted = self._infos_of("engine.edit", names)
-        has_files = self._state.files is not None
+        has_files = self._memory.files is not None
         fixed = (info for info in wanted if info.is_quantized or (has_files and not info.trainable))
         if (info := next(fixed, None)) is not None:
             raise ConfigError(
@@ -135,7 +135,7 @@ class StateAccess(Figures):
 
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
         """Return parameters by name; None: all. Raises ConfigError for an unknown name."""
-        infos = {info.name: info for info in self._state.infos}
+        infos = {info.name: info for info in self._weights.infos}
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
@@ -144,7 +144,7 @@ class StateAccess(Figures):
 
     def _edit_each(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter and write it back. Other engine calls between two parameters are safe."""
-        state = self._state
+        store, runner = self._memory.store, self._flow.runner
         for info in infos:
             self._wait_for_updates(f"edit of {info.name}")
             value = self._read(info)
@@ -156,17 +156,17 @@ class StateAccess(Figures):
                     "value was written."
                 )
             with self._recovery.working(), self.counters.preserve():
-                state.store.values.write(info.index, tensor_reader(value), value.dtype, source=0)
-                state.lanes.drain_updates()  # a disk failure is raised here
+                store.values.write(info.index, tensor_reader(value), value.dtype, source=0)
+                store.lanes.drain_updates()  # a disk failure is raised here
                 if not info.trainable:
-                    state.changed.add(info.name)
-                state.runner.weights_changed(region for region in state.regions if info.index in region.parameters)
+                    self._weights.changed.add(info.name)
+                runner.weights_changed(each for each in self._weights.regions if info.index in each.parameters)
 
     @property
     def moments_bytes(self) -> int:
         """Bytes of all moments as `named_moments` yields them."""
-        values = self._state.store.values
-        return sum(values.moments_bytes(info.index) for info in self._state.infos if info.trainable)
+        values = self._memory.store.values
+        return sum(values.moments_bytes(info.index) for info in self._weights.infos if info.trainable)
 
     def named_moments(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield (name, optimizer state) for each trainable parameter, in the format of torch's optimizers: `step`, the
@@ -182,7 +182,7 @@ class StateAccess(Figures):
         self._settle("named_moments")
         for info in wanted:
             with self._recovery.working(), self.counters.preserve():
-                num_steps, moments = self._state.store.values.read_moments(info.index)
+                num_steps, moments = self._memory.store.values.read_moments(info.index)
             state = {"step": torch.tensor(float(num_steps))} | moments
             yield info.name, state if num_steps else {}
 
@@ -202,20 +202,20 @@ class StateAccess(Figures):
         for info in infos:
             num_steps = int(moments[info.name].get("step", 1) or 0) if moments[info.name] else 0
             tensors = {k: v for k, v in moments[info.name].items() if isinstance(v, torch.Tensor) and k != "step"}
-            rule_shapes = self._state.store.values.moment_shapes(info.index)
+            rule_shapes = self._memory.store.values.moment_shapes(info.index)
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
             if moments[info.name] and shapes != rule_shapes:
                 raise ConfigError(
                     f"the optimizer state of {info.name} has {_describe_shapes(shapes)}, and "
-                    f"{self._state.rules[info.rule].title} has {_describe_shapes(rule_shapes)}: give the rule with "
+                    f"{self._weights.rules[info.rule].title} has {_describe_shapes(rule_shapes)}: give the rule with "
                     "which the state was made, or begin without a state."
                 )
             states.append((info, num_steps, tensors))
         self._settle("load_moments")
         with self._recovery.working(), self.counters.preserve():
             for info, num_steps, tensors in states:
-                self._state.store.values.write_moments(info.index, num_steps, tensors)
-            self._state.lanes.drain_updates()
+                self._memory.store.values.write_moments(info.index, num_steps, tensors)
+            self._memory.lanes.drain_updates()
 
     def prune_moments(self, names: Iterable[str], share: float) -> None:
         """Set the smallest elements of the optimizer state to zero, in each array separately. ReLoRA, arXiv:2307.05695,
@@ -230,17 +230,17 @@ class StateAccess(Figures):
         self._settle(f"prune_moments({share})")
         with self._recovery.working(), self.counters.preserve():
             for info in wanted:
-                self._state.store.values.prune_moments(info.index, share)
-            self._state.lanes.drain_updates()
+                self._memory.store.values.prune_moments(info.index, share)
+            self._memory.lanes.drain_updates()
 
     def _check_moments(self, access: str) -> None:
         """Raise ConfigError if moments cannot be read or written for a single parameter."""
-        size, title = self._state.store.sharding.num_ranks, self._state.rules[0].title
+        size, title = self._memory.store.sharding.num_ranks, self._weights.rules[0].title
         narrow = any(
             plane.dtype != torch.float32
-            for info in self._state.infos
+            for info in self._weights.infos
             if info.trainable
-            for plane in self._state.store.values.moment_planes(info.index)
+            for plane in self._memory.store.values.moment_planes(info.index)
         )
         if size > 1 or narrow:
             why = f"divided over {size} ranks" if size > 1 else f"not fp32 ({title})"
@@ -257,7 +257,7 @@ class StateAccess(Figures):
         """
         self._settle("weights_mark")
         hasher = xxhash.xxh64()
-        for info in self._state.infos:
+        for info in self._weights.infos:
             hasher.update(info.name.encode())
             end = info.numel if whole else min(info.numel, _MARK_ELEMENTS)
             for begin in range(0, end, _BLOCK):
@@ -286,7 +286,7 @@ class StateAccess(Figures):
         """
         self._recovery.check_open()
         folder = self.comm.folder_of(path, of_model=True)
-        self._state.snapshot.check(trains=False)
+        self._flow.snapshot.check(trains=False)
         self._settle("export")
         with self._recovery.working(), self.counters.preserve():
             export_model(self._state, folder, dtype, shard_bytes, files, replace, made)
@@ -341,7 +341,7 @@ class StateAccess(Figures):
         self._recovery.check_open()
         agree_on_pass(self.comm, RankBatch("load_checkpoint"))
         self._recovery.recover()
-        self._state.lanes.finish()
+        self._memory.lanes.finish()
         with self._recovery.working(), ExitStack() as opened:
             opened.enter_context(self.counters.preserve())
             with share_failure(self.comm, "opening of the checkpoint"):
@@ -353,15 +353,15 @@ class StateAccess(Figures):
                 warn(f"{path} has states of another update rule: the optimizer states are reset.")
             self._recovery.torn = f"{path} was only partly read"
             self._steps.method.forget()
-            self._state.store.forgive()
-            self._state.lanes.forget_failures()
+            self._memory.store.forgive()
+            self._memory.lanes.forget_failures()
             with share_failure(self.comm, "reading of the checkpoint"):
                 decided, meta = loader.load()
-                self._state.lanes.drain_updates()  # a failed disk write fails the load
-            self._state.runner.weights_changed()
-            self._state.slots.compute_after_resident()
+                self._memory.lanes.drain_updates()  # a failed disk write fails the load
+            self._flow.runner.weights_changed()
+            self._memory.slots.compute_after_resident()
         self._steps.restore_decisions(decided)
-        self._state.lanes.close_step()
+        self._memory.lanes.close_step()
         self._recovery.mark_sound()
         self._own_loop.forget()
         return meta
@@ -373,8 +373,8 @@ class StateAccess(Figures):
         """
         self._settle("catch_up")
         with self._recovery.working(), self.counters.preserve():
-            self._state.updates.catch_up()
-            self._state.runner.weights_changed()
+            self._weights.updates.catch_up()
+            self._flow.runner.weights_changed()
 
 
 def _describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

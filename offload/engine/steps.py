@@ -16,6 +16,7 @@ from offload.doors import Door
 from offload.engine.analysis import Analysis, Analyst
 from offload.engine.entries import ModelCall
 from offload.engine.equivalence_checks import EquivalenceChecks
+from offload.engine.flow import Flow
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass, host_labels
@@ -25,7 +26,6 @@ from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult
 from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
-from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.snapshots import Snapshot, buffers_of
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
@@ -56,25 +56,26 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
 class Steps:
     """Runs steps and evaluations with the update rule's training method."""
 
-    def __init__(self, state: EngineState, settings: Settings) -> None:
-        self._state = state
-        self._recovery = state.recovery
+    def __init__(self, flow: Flow, settings: Settings) -> None:
+        self._flow = flow
+        self._recovery = flow.recovery
         self._rule = settings.optimizer
         self._micro_rows = settings.micro_batch_size
         self._num_passes = settings.passes
-        cuts = settings.splits or settings.passes > 1 or state.runner.has_peers
+        self._throttles = settings.throttles
+        cuts = settings.splits or settings.passes > 1 or flow.runner.has_peers
         has_backward = self._rule.has_gradients
-        self.losses = Losses(state, settings.chunk_bytes(state.plan.full_device_bytes), has_backward)
+        self.losses = Losses(flow, settings.chunk_bytes(flow.plan.full_device_bytes), has_backward)
         # Only an automatic choice follows the decision of another engine (`restore_decisions`).
         self._chooses_chunks = settings.head_chunk_bytes == "auto"
-        self._chooses_clip = state.updates.clip == "auto"
-        self.known = KnownPasses(state, settings.rows)
-        self.trial_runs = TrialRuns(state, self.known, cuts, has_backward)
-        self._modules = list(state.model.modules())
-        self.method: Method = METHODS[self._rule.method](state, settings, self.losses, self._take_snapshot)
-        self.foreign_writes = ForeignWrites(state, updates_later=settings.delay > 0 or not has_backward)
-        self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
-        self._analyst = Analyst(state, self.known, settings)
+        self._chooses_clip = flow.updates.clip == "auto"
+        self.known = KnownPasses(flow, settings.rows)
+        self.trial_runs = TrialRuns(flow, self.known, cuts, has_backward)
+        self._modules = list(flow.model.modules())
+        self.method: Method = METHODS[self._rule.method](flow, settings, self.losses, self._take_snapshot)
+        self.foreign_writes = ForeignWrites(flow, updates_later=settings.delay > 0 or not has_backward)
+        self.equivalence = EquivalenceChecks(flow, self.method, self.losses, self.known, settings.precision)
+        self._analyst = Analyst(flow, self.known, settings)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
@@ -98,7 +99,7 @@ class Steps:
         for record in records:
             with self._recovery.given_up_on_error():
                 self.method.replay(record)
-        self._state.lanes.drain_updates()
+        self._flow.lanes.drain_updates()
 
     def _step(self, inputs: PassInputs) -> StepResult:
         if not inputs.num_targets and inputs.loss_fn is None:
@@ -108,29 +109,29 @@ class Steps:
             )
         self.resolve_clip(inputs.plan.num_elements)
         with self._recovery.given_up_on_error():
-            self._state.spare_memory.begin_step(inputs.plan.num_elements)
+            self._flow.spare_memory.begin_step(inputs.plan.num_elements)
             return self.method.step(inputs)
 
     def _evaluate(self, inputs: PassInputs) -> torch.Tensor:
-        state = self._state
-        random = state.device.random_state()
+        flow = self._flow
+        random = flow.device.random_state()
         with (
             self._recovery.given_up_on_error(),
-            state.counters.preserve(),
+            flow.counters.preserve(),
             ExitStack() as undo,
-            in_eval_mode(state.model),
+            in_eval_mode(flow.model),
         ):
-            undo.callback(state.device.set_random_state, random)
-            state.updates.flush()
-            state.slots.compute_after_resident()
-            state.runner.writes.begin()
-            state.executor.begin(inputs.plan.schedule_key)
+            undo.callback(flow.device.set_random_state, random)
+            flow.updates.flush()
+            flow.slots.compute_after_resident()
+            flow.runner.writes.begin()
+            flow.executor.begin(inputs.plan.schedule_key)
             total = self.losses.total(inputs)
-            state.runner.check_writes()
-            state.executor.end()
-            state.lanes.timeline.discount("h2d", "nvme_read")
-            state.executor.begin_fetches(*self.method.expected)
-            (loss,) = self.method.sum(float(state.device.copy_to_host(total)()))
+            flow.runner.check_writes()
+            flow.executor.end()
+            flow.lanes.timeline.discount("h2d", "nvme_read")
+            flow.executor.begin_fetches(*self.method.expected)
+            (loss,) = self.method.sum(float(flow.device.copy_to_host(total)()))
             return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
     def resolve_clip(self, tokens: int) -> str:
@@ -138,9 +139,9 @@ class Steps:
 
         Return the mode.
         """
-        state, updates = self._state, self._state.updates
+        flow, updates = self._flow, self._flow.updates
         if updates.clip == "auto" and updates.num_unclipped is None:
-            if state.lanes.overlap and state.plan.corrects_cheaply and not self._hides_updates(tokens):
+            if flow.lanes.overlap and flow.plan.corrects_cheaply and not self._hides_updates(tokens):
                 updates.decide("auto", num_unclipped=0)
             else:
                 updates.decide("deferred")
@@ -148,14 +149,14 @@ class Steps:
 
     def _hides_updates(self, tokens: int) -> bool:
         """Return whether an update that begins after the norm ends within the next forward. Collective."""
-        state, throttles = self._state, slowest_throttles(self._state.comm, self._state.throttles)
-        regions, sharding = state.regions, state.plan.residence.sharding
+        flow, throttles = self._flow, slowest_throttles(self._flow.comm, self._throttles)
+        regions, sharding = flow.regions, flow.plan.residence.sharding
         if is_small_update(regions, sharding, throttles):
             return True
-        speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
-        forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
-        hides = update_seconds(regions, state.plan.residence, throttles, speeds) <= forward_s
-        return state.comm.from_rank(0, hides, "choice of train.clip")  # token counts may differ
+        speeds = ThisMachine(own_accelerator(str(flow.device.torch_device))).speeds(flow.comm)
+        forward_s = forward_seconds(flow.infos, regions, len(flow.units), tokens, sharding, throttles, speeds)
+        hides = update_seconds(regions, flow.plan.residence, throttles, speeds) <= forward_s
+        return flow.comm.from_rank(0, hides, "choice of train.clip")  # token counts may differ
 
     @property
     def analysis(self) -> Analysis:
@@ -178,21 +179,21 @@ class Steps:
     @property
     def decisions(self) -> dict[str, Any]:
         """Final decisions that change result bits; JSON."""
-        updates = self._state.updates
+        updates = self._flow.updates
         clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
         return {**clip, "chunk_bytes": self.losses.chunk_bytes, "analysis": vars(self.analysis)}
 
     def restore_decisions(self, decided: Mapping[str, Any]) -> None:
         """Take over another engine's decisions."""
         if self._chooses_clip:
-            self._state.updates.decide(decided["clip"], decided.get("unclipped"))
+            self._flow.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
         self._adopt(Analysis.of_decisions(decided))
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Look up the batch, agree with the other ranks on a pass, and copy the batch to the device."""
-        comm, attention = self._state.comm, self._state.attention
+        comm, attention = self._flow.comm, self._flow.attention
         batch, shared = attention.share(batch, loss_fn)
         try:
             known = self.known.look_up(batch, loss_fn)
@@ -212,20 +213,20 @@ class Steps:
         plan = agree_on_pass(comm, own)
         attention.begin_pass(plan.needs_mask)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
-        device_batch = map_tensors(self._state.device.copy_to_device, batch)
+        device_batch = map_tensors(self._flow.device.copy_to_device, batch)
         labels, result = host_labels(batch), known.result or TrialResult()
         learned = result.rule, result.head, known.form
         return PassInputs(plan, device_batch, loss_fn, labels, *learned, shared, self._num_passes)
 
     def _prepare(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Return the inputs for a pass, after the recording and the checks of a new kind of batch."""
-        state = self._state
+        flow = self._flow
         with self._recovery.given_up_on_error():
             is_recorded = inputs.plan.is_new or departed is not None
             if is_recorded:
                 inputs = self._record(inputs, departed)
             else:
-                state.slots.compute_after_resident()
+                flow.slots.compute_after_resident()
             is_due = self._is_check_due(inputs, is_recorded)
             if (is_due or inputs.plan.has_claims) and self.known.claims is not None and not is_recorded:
                 if self._refutes(inputs):
@@ -234,17 +235,17 @@ class Steps:
                     self.trial_runs.accept(inputs)
                 is_due = self._is_check_due(inputs, is_recorded)
             if is_due or inputs.plan.has_other_values or departed is not None:
-                self._state.begin_stage("comparing the engine with plain PyTorch")
+                self._flow.begin_stage("comparing the engine with plain PyTorch")
                 self.equivalence.check(inputs, self._take_sample(inputs))
                 self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
-            if is_recorded and state.attention.check(state, inputs.head, inputs.shared):
+            if is_recorded and flow.attention.check(flow, inputs.head, inputs.shared):
                 self.trial_runs.forget_traffic()
-            state.attention.begin_pass(inputs.plan.needs_mask)
+            flow.attention.begin_pass(inputs.plan.needs_mask)
             self._check_parts(inputs)
             if is_recorded or is_due:
-                self._state.begin_stage("running the first pass")
+                self._flow.begin_stage("running the first pass")
             self.trial_runs.is_complete = True
         return inputs
 
@@ -254,7 +255,7 @@ class Steps:
 
     def _take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check, and prepare for one. Collective."""
-        self._state.updates.flush()
+        self._flow.updates.flush()
         sample = self.trial_runs.take_sample(inputs)
         self.method.begin_trial()
         return sample
@@ -274,14 +275,14 @@ class Steps:
             )
             self.trial_runs.reset({})
             self.known.forget()
-            self._state.execution_mode.adopt(ExecutionMode())
+            self._flow.execution_mode.adopt(ExecutionMode())
         return bool(difference)
 
     def prepare_call(self, call: ModelCall, is_new: bool) -> None:
         """Record and check a call in the caller's own loop, or check the recording of another engine. Collective."""
         trial_runs, known = self.trial_runs, self.known
         samples = trial_runs.samples.call_samples(call)
-        if not self._state.comm.any(is_new, "recording of a call"):
+        if not self._flow.comm.any(is_new, "recording of a call"):
             difference = self.equivalence.find_difference_of_call(samples)
             trial_runs.forget_traffic()
             if not self._forget_claims(difference):
@@ -291,20 +292,20 @@ class Steps:
 
     def _record(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record calls on a few rows of the batch; return the inputs with the trial results."""
-        state, mode = self._state, self._state.execution_mode
-        self._state.begin_stage("recording the model on a few rows")
-        state.updates.flush()
-        state.slots.compute_after_resident()
-        state.attention.begin_pass(inputs.plan.needs_mask or departed is not None)  # a trial may drop masks
+        flow, mode = self._flow, self._flow.execution_mode
+        self._flow.begin_stage("recording the model on a few rows")
+        flow.updates.flush()
+        flow.slots.compute_after_resident()
+        flow.attention.begin_pass(inputs.plan.needs_mask or departed is not None)  # a trial may drop masks
         inputs = self.trial_runs.on_batch(inputs, departed)
-        if mode.cut == "units" and state.comm.any(not self.splits, "splitting of batches"):
+        if mode.cut == "units" and flow.comm.any(not self.splits, "splitting of batches"):
             mode.change(cut="calls")
         self._check_parts(inputs)
         return inputs
 
     def _check_parts(self, inputs: PassInputs) -> None:
         """Stop splitting batches if the rows, or the losses of the parts, do not allow it."""
-        has_losses = self._num_passes > 1 or self._state.execution_mode.cut == "calls"
+        has_losses = self._num_passes > 1 or self._flow.execution_mode.cut == "calls"
         obstacle = inputs.form.obstacle or (inputs.rule.obstacle if has_losses else "")
         if obstacle and (self._micro_rows is not None or self._num_passes > 1):
             self._stay_whole(obstacle)
@@ -312,17 +313,17 @@ class Steps:
     @property
     def splits(self) -> bool:
         """True if, so far, every unit gives equal results for a batch split in rows."""
-        variants = [variant for unit in self._state.units if not unit.resident for variant in unit.variants.values()]
+        variants = [variant for unit in self._flow.units if not unit.resident for variant in unit.variants.values()]
         return all(variant.splits for variant in variants if variant.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
         """Stop splitting batches: the model does not run on a few rows alone, or the loss has other weights there."""
-        if self._state.execution_mode.cut != "whole":
-            before = copy(self._state.execution_mode)
-            self._state.execution_mode.change(cut="whole")
+        if self._flow.execution_mode.cut != "whole":
+            before = copy(self._flow.execution_mode)
+            self._flow.execution_mode.change(cut="whole")
             warn(
                 f"micro_batch_size is {self._micro_rows or 'none'}, passes {self._num_passes}, but the batch cannot be "
-                f"split by rows: {obstacle}. From here on {self._state.execution_mode.describe_changes(before)}."
+                f"split by rows: {obstacle}. From here on {self._flow.execution_mode.describe_changes(before)}."
             )
 
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
@@ -333,10 +334,10 @@ class Steps:
         longer split. The pass also runs again after an out-of-memory error, without the spare device memory lent to
         slots. A failed pass leaves modules and generators unchanged.
         """
-        state = self._state
+        flow = self._flow
         before = self._take_snapshot()
         departed, num_departures = None, 0
-        step_number = state.runner.step_number
+        step_number = flow.runner.step_number
 
         while True:
             try:
@@ -345,13 +346,13 @@ class Steps:
                     before.put_back(has_generators=False)
                 return result
             except BaseException as error:
-                if self._recovery.torn or state.runner.step_number != step_number:  # at least one update is done
+                if self._recovery.torn or flow.runner.step_number != step_number:  # at least one update is done
                     raise
                 before.put_back()
                 if isinstance(error, UnrecordedCallError):
                     departed, num_departures = error.is_own, num_departures + 1
-                    if num_departures == _MOST_DEPARTURES and state.execution_mode.cut == "units":
-                        state.execution_mode.change(cut="calls")
+                    if num_departures == _MOST_DEPARTURES and flow.execution_mode.cut == "units":
+                        flow.execution_mode.change(cut="calls")
                 elif isinstance(error, PartsDifferError):
                     self._stay_whole(str(error))
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):
@@ -365,21 +366,21 @@ class Steps:
         """Return a snapshot of generators and modules, with all buffers except those in units recorded without a
         change of a buffer.
         """
-        state = self._state
-        inside = {module for unit in state.units if not unit.resident and unit.variants for module in unit.modules}
+        flow = self._flow
+        inside = {module for unit in flow.units if not unit.resident and unit.variants for module in unit.modules}
         buffers = set(buffers_of([module for module in self._modules if module not in inside]))
-        for unit in state.units:
+        for unit in flow.units:
             buffers.update(*(variant.buffers for variant in unit.variants.values()))
-        notes = [place for unit in state.units for place in unit.mutable_attributes]
-        ignores = state.runner.is_weight
-        return Snapshot(state.device, ignores, self._modules, buffers, notes, settle=state.settle)
+        notes = [place for unit in flow.units for place in unit.mutable_attributes]
+        ignores = flow.runner.is_weight
+        return Snapshot(flow.device, ignores, self._modules, buffers, notes, settle=flow.settle)
 
     def _give_back_memory(self, error: BaseException) -> bool:
-        state = self._state
+        flow = self._flow
         with self._recovery.working():
-            if state.comm.world.size > 1:  # the other ranks had room and are further on
+            if flow.comm.world.size > 1:  # the other ranks had room and are further on
                 return False
             if isinstance(error, DoesNotFitError):
-                return state.spare_memory.give_back()
+                return flow.spare_memory.give_back()
             # There was room, but fragmented, or too small for the temporaries of this batch.
-            return state.spare_memory.retreat() or state.runner.saved.policy.retreat()
+            return flow.spare_memory.retreat() or flow.runner.saved.policy.retreat()

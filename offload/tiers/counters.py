@@ -66,7 +66,7 @@ class Counters:
         return self._tiers.store.pinned_bytes if self._tiers else 0
 
     def read_peaks_from(self, tiers: Any) -> None:
-        """Set the source for peaks: an object with a device, a host ledger and a store, such as `EngineState`."""
+        """Set the source for peaks: an object with a device, a host ledger and a store, such as `Memory`."""
         self._tiers = tiers
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:

@@ -37,7 +37,7 @@ from tests.cases import models
 from tests.cases.models import build, llama
 from tests.engine.device import twin
 from tests.engine.handmade import WIDTH, Block, Stack
-from tests.engine.inside import parts_of
+from tests.engine.inside import memory_of, parts_of
 from tests.lanes.patience import eventually
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
@@ -345,13 +345,13 @@ def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
     placement = Placement(activations="cpu")
     longest = engine(placement=placement)
     longest.step(tokens(length=16))
-    most = parts_of(longest).host.allocations["activation checkpoints"]
+    most = memory_of(longest).host.allocations["activation checkpoints"]
     one, host = engine(placement=placement), []
     ranges = []
     for length in (8, 16, 9, 10, 11, 12, 13, 14, 15, 7, 16):
         one.step(tokens(length, length=length))
         ranges.append(sim.registered())
-        host.append(parts_of(one).host.allocations["activation checkpoints"])
+        host.append(memory_of(one).host.allocations["activation checkpoints"])
     assert set(ranges[1:]) == {ranges[1]}
     assert host[0] < host[1] == most
     assert set(host[1:]) == {most}

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from offload import Engine
+from offload.engine.flow import Flow
 from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.memory import Memory
 from offload.engine.recovery import Recovery
-from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.layout.planes import MASTER
 from offload.tiers.accelerator_device import AcceleratorDevice
@@ -27,8 +28,12 @@ from tests.engine.device import own_device
 LATE_BYTES = (CpuDevice if own_device().type == "cpu" else AcceleratorDevice).late_bytes
 
 
-def parts_of(engine: Engine) -> EngineState:
-    return engine._state
+def parts_of(engine: Engine) -> Flow:
+    return engine._flow
+
+
+def memory_of(engine: Engine) -> Memory:
+    return engine._memory
 
 
 def steps_of(engine: Engine) -> Steps:
@@ -95,7 +100,7 @@ def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
 
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:
     """Return paths to the open files of `states` or `activations`, which are unlinked."""
-    return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(parts_of(engine)._nvme, f"_{kind}")._files]
+    return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(memory_of(engine).nvme, f"_{kind}")._files]
 
 
 def unit_names(engine: Engine) -> list[str]:

@@ -15,7 +15,7 @@ from offload.layout.planes import STALE
 from offload.tiers.tile import Tile
 from tests.cases.models import batches, build, gemma2, llama, tokens
 from tests.engine.compare import assert_same, step_of, weights
-from tests.engine.inside import parts_of
+from tests.engine.inside import memory_of, parts_of
 from tests.engine.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -158,4 +158,4 @@ def test_what_it_costs_is_in_the_plan():
     plain = Engine(build(llama), RULE, placement=Placement(**HOST))
     late = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
     numel = sum(region.numel for region in parts_of(late).regions)
-    assert dict(parts_of(late).host.allocations) == dict(parts_of(plain).host.allocations) | {"shown": 4 * numel}
+    assert dict(memory_of(late).host.allocations) == dict(memory_of(plain).host.allocations) | {"shown": 4 * numel}

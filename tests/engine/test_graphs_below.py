@@ -23,7 +23,7 @@ from tests.cases.models import batches, build, llama, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.handmade import Block, CheckpointsItself, Stack, cross_entropy, words
-from tests.engine.inside import parts_of
+from tests.engine.inside import memory_of, parts_of
 from tests.engine.sizes import held_in_step
 
 
@@ -41,7 +41,7 @@ def over(block: type[nn.Module] = Block, depth: int = 3, graphs: str = "cpu", **
 
 def graph_bytes(engine: Engine) -> int:
     """Return the host bytes allocated for graphs."""
-    return parts_of(engine).host.allocations.get("graphs", 0)
+    return memory_of(engine).host.allocations.get("graphs", 0)
 
 
 def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
 def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -> None:
     whole = over(depth=8)
     whole.step(words(0), loss_fn=cross_entropy)
-    most, other = graph_bytes(whole), sum(parts_of(whole).host.allocations.values()) - graph_bytes(whole)
+    most, other = graph_bytes(whole), sum(memory_of(whole).host.allocations.values()) - graph_bytes(whole)
     placement = Placement(graphs="cpu", host_memory=other + most // 2)
     model, some = build(lambda: Stack(depth=8)), [words(seed) for seed in range(3)]
     engine, _ = train_both(model, some, loss_fn=cross_entropy, placement=placement, recompute="always")

@@ -227,7 +227,7 @@ def test_class_weights_stay_in_one_pass(seed: int, settings: dict[str, int], cut
 
     loss, norm = Reference(build(llama), max_grad_norm=None).step(tokens(seed, ROWS), loss_fn)
     with Engine(build(llama), max_grad_norm=None, **settings) as engine:
-        steps_of(engine)._state.execution_mode.change(cut=cut)
+        steps_of(engine)._flow.execution_mode.change(cut=cut)
         said = pytest.warns(UserWarning, match=r"cannot be split by rows: the loss of \d+ targets is")
         with nullcontext() if settings == {"micro_batch_size": 2} and cut == "units" else said:
             result = engine.step(tokens(seed, ROWS), loss_fn)

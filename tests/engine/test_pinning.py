@@ -62,7 +62,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return OwnDriver(type(accelerator), monkeypatch)
     driver = PlayedDriver()
     pinning = Pinning(driver, 1 << 18)
-    monkeypatch.setattr("offload.engine.state.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
+    monkeypatch.setattr("offload.engine.memory.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
     return driver
 
 

@@ -22,7 +22,7 @@ from offload.planning import memory
 from tests.cases.models import build, gpt2, llama
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
-from tests.engine.inside import head_of, parts_of, planned_bytes, unit_names
+from tests.engine.inside import head_of, memory_of, planned_bytes, unit_names
 from tests.engine.ranks import run
 from tests.engine.test_group_loss import Pairs
 
@@ -265,7 +265,7 @@ def test_only_gradients_of_shared_blocks_are_summed_on_the_host(
         with Engine(tied(), AdamW(lr=1e-2), placement, precision=precision) as engine:
             for batch in batches(2):
                 engine.step(batch)
-            host = parts_of(engine).host.allocations
+            host = memory_of(engine).host.allocations
             assert host["gradients"] == LAYER_BYTES
             assert host["gradient staging"] <= 2 * min(4 * part, LAYER_BYTES // 2)
             weights_of.append(weights(engine))

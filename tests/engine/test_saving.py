@@ -27,7 +27,7 @@ from tests.engine import compare
 from tests.engine.compare import placed, weights
 from tests.engine.device import set_seed
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
-from tests.engine.inside import head_of, parts_of, settle, steps_of
+from tests.engine.inside import head_of, memory_of, parts_of, settle, steps_of
 from tests.engine.test_departures import Sometimes, rare
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
@@ -162,7 +162,7 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     placement = placed("cpu", tmp_path, host_memory=size + size // 2)
     engine = Engine(build(deep), placement=placement, max_grad_norm=0.2)
     train(engine, 0)
-    host = parts_of(engine).host
+    host = memory_of(engine).host
     with engine.begin_checkpoint(tmp_path / "saved") as saving:
         assert host.current_bytes == host.budget_bytes
         host.reserve("something", size // 4)

@@ -23,7 +23,9 @@ from transformers import LlamaConfig
 
 from offload.app.config.config import Config
 from offload.distributed.comm import Comm
-from offload.engine import state as engine_state
+from offload.engine import memory as engine_memory
+from offload.engine import weights as engine_weights
+from offload.engine.flow import Flow
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.state import EngineState
 from offload.engine.steps import METHODS
@@ -183,9 +185,9 @@ class DryMeasures(_SimulatedMeasures):
 class _SavedTensors(SavedBytes):
     """Bytes that a graph saves, and whether weights are among them."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], state: EngineState) -> None:
-        super().__init__(inputs, state.device)
-        self._slots = state.slots
+    def __init__(self, inputs: Sequence[torch.Tensor], flow: Flow) -> None:
+        super().__init__(inputs, flow.device)
+        self._slots = flow.slots
         self.has_weights = False
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -198,8 +200,8 @@ class _SavedTensors(SavedBytes):
 class ShapeRecording:
     """What a recording learns from shapes alone: batch axes, saved bytes, and shared inputs."""
 
-    def __init__(self, state: EngineState, rows: int, before: ShapeRecording | None) -> None:
-        self._state = state
+    def __init__(self, flow: Flow, rows: int, before: ShapeRecording | None) -> None:
+        self._flow = flow
         self._before = before
         self.rows = rows
         self.uses: dict[str, RecordedUse] = {}
@@ -207,11 +209,11 @@ class ShapeRecording:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one use of a unit."""
-        runner = self._state.runner
+        runner = self._flow.runner
         arguments, containers = receive_call(args, kwargs)
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in arguments.tensors]
-        saved = _SavedTensors(leaves, self._state)
+        saved = _SavedTensors(leaves, self._flow)
         runner.enter(unit)
         use = Use(runner, arguments, leaves, arguments.others)
         with torch.enable_grad(), saved_tensors_watched(saved.add):
@@ -245,9 +247,9 @@ class _Loss:
 
     is_called_per_micro_batch = False
 
-    def __init__(self, model: nn.Module, state: EngineState, batch: BatchSpec, micro_rows: int) -> None:
+    def __init__(self, model: nn.Module, flow: Flow, batch: BatchSpec, micro_rows: int) -> None:
         self._model = model
-        self._runner = state.runner
+        self._runner = flow.runner
         self._batch = batch
         self._micro_rows = micro_rows
 
@@ -294,10 +296,10 @@ class DryEngine:
             "open_device": open_device,
             "open_lanes": lambda *_, **__: lanes,
             "Nvme": open_nvme,
-            "Measures": lambda store: DryMeasures(store, square),
         }
         structure = prepared.structure
-        with patch.multiple(engine_state, **stand_ins):
+        measures = patch.object(engine_weights, "Measures", lambda store: DryMeasures(store, square))
+        with patch.multiple(engine_memory, **stand_ins), measures:
             self.state = EngineState(
                 model,
                 settings,
@@ -309,32 +311,33 @@ class DryEngine:
                 Counters(),
                 Comm(),
             )
+        self.flow = self.state.flow
         self._take_over(step)
         micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
-        loss: Any = _Loss(model, self.state, batch, micro_rows)
-        self.method = METHODS[settings.optimizer.method](self.state, settings, loss, _no_snapshot)
-        tiles = self.state.updates.tiles
+        loss: Any = _Loss(model, self.flow, batch, micro_rows)
+        self.method = METHODS[settings.optimizer.method](self.flow, settings, loss, _no_snapshot)
+        tiles = self.flow.updates.tiles
         tiles.place = _TimedUpdatePlace(tiles.place, lanes, TILE_HOST_S)
-        self.state.updates.decide(simulated.settings.clip)
+        self.flow.updates.decide(simulated.settings.clip)
 
     def _take_over(self, step: PlannedStep) -> None:
         """Reroute the units, as `assemble` does after it has stored the weights."""
-        state = self.state
+        flow = self.flow
         self._model.train()
-        state.caches.turn(on=False)
-        for unit in state.units:
+        flow.caches.turn(on=False)
+        for unit in flow.units:
             for place in unit.places:
-                unit.placeholders[place.parameter] = state.ownership.placeholders[place.parameter]
+                unit.placeholders[place.parameter] = flow.ownership.placeholders[place.parameter]
             unit.install(unit.placeholders)
-        state.runner.stages.divert()
-        for unit in state.units:
+        flow.runner.stages.divert()
+        for unit in flow.units:
             if unit.resident:
-                state.keep(unit)
+                flow.keep(unit)
             else:
-                unit.route(state.router)
+                unit.route(flow.router)
         for region in step.regions:
             if len(region.units) > 1:
-                state.gradients.make_lasting(region)
+                flow.gradients.make_lasting(region)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -349,17 +352,17 @@ class DryEngine:
 
     def record(self) -> None:
         """Run the model twice on a few rows, to learn the traits of the units."""
-        state, before = self.state, None
+        flow, before = self.flow, None
         with self._counting():
             for rows in RECORDED_ROWS:
-                recording = ShapeRecording(state, rows, before)
-                state.executor.begin("recording")
-                with state.router.diverted(recording.call):
+                recording = ShapeRecording(flow, rows, before)
+                flow.executor.begin("recording")
+                with flow.router.diverted(recording.call):
                     run_model(self._model, self._batch.make(rows))
                 recording.finish()
-                state.executor.end()
+                flow.executor.end()
                 before = recording
-        state.device.take_recent_peak()
+        flow.device.take_recent_peak()
 
     def step(self) -> None:
         """Make one step."""
@@ -377,7 +380,7 @@ class DryEngine:
             if number == NUM_WARM:
                 before = self._times()
             self.step()
-        count, counters = NUM_STEPS - NUM_WARM, self.state.counters
+        count, counters = NUM_STEPS - NUM_WARM, self.flow.counters
         mean = [
             {name: (seconds[name] - first.get(name, 0.0)) / count for name in seconds}
             for first, seconds in zip(before, self._times(), strict=True)
@@ -391,8 +394,8 @@ class DryEngine:
     @property
     def other_bytes(self) -> int:
         """Peak device bytes, without those that the engine lends to slots and gradient buffer."""
-        state = self.state
-        return state.device.peak_bytes - state.slots.capacity_bytes - state.gradients.buffer_bytes
+        flow = self.flow
+        return flow.device.peak_bytes - flow.slots.capacity_bytes - flow.gradients.buffer_bytes
 
     def close(self) -> None:
         """Free the host memory."""
@@ -491,7 +494,7 @@ def compare(case: Mapping[str, Any], machine: str) -> Compared:
         dry,
         step.memory.device_bytes - least_bytes,
         engine.other_bytes,
-        (plan.capacity_bytes, engine.state.slots.capacity_bytes),
+        (plan.capacity_bytes, engine.flow.slots.capacity_bytes),
         (middle - begin, end - middle),
     )
     engine.close()

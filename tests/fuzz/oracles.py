@@ -17,7 +17,7 @@ from torch import Tensor
 from offload import Engine
 from tests.disks import nameless
 from tests.engine.compare import same_bits
-from tests.engine.inside import parts_of, states
+from tests.engine.inside import memory_of, states
 
 _PATIENCE_S = 5.0
 """Time limit for threads to end."""
@@ -73,8 +73,8 @@ def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
 
 def check_ledgers(engine: Engine, after_step: bool) -> None:
     """Check the budgets, and after a whole step the release of device memory."""
-    parts = parts_of(engine)
-    for ledger in (parts.device.ledger, parts.host, parts.nvme_ledger):
+    memory = memory_of(engine)
+    for ledger in (memory.device.ledger, memory.host, memory.disk):
         if ledger.budget_bytes is not None and ledger.peak_bytes > ledger.budget_bytes:
             raise Wrong(f"{ledger.tier} held {ledger.peak_bytes} bytes, and its budget is {ledger.budget_bytes}")
     if after_step and _of_a_step(engine):

@@ -38,7 +38,7 @@ from offload.extras.quant import products
 from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.planning import device_updates, disk
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
-from tests.engine.inside import parts_of
+from tests.engine.inside import memory_of, parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import forwards, habits, models
 from tests.fuzz.cases import RULES, Case, Op
@@ -679,8 +679,8 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
                 player.engine.load_checkpoint(folder / "probe")
                 with suppress(Refused):
                     player.do(of)
-        parts = parts_of(player.engine)
-        peaks = comm.gather_objects((parts.device.ledger.peak_bytes, parts.host.peak_bytes), "peaks")
+        memory = memory_of(player.engine)
+        peaks = comm.gather_objects((memory.device.ledger.peak_bytes, memory.host.peak_bytes), "peaks")
     finally:
         player.engine.close()
     device, host = map(max, zip(*peaks, strict=True))

@@ -107,7 +107,7 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
 
     def without(self: StateLoader) -> Any:
         found = load(self)
-        for state in self._engine.store.states.values():
+        for state in self._engine.memory.store.states.values():
             state.steps[:] = [0] * len(state.steps)
         return found
 
@@ -119,9 +119,9 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load = StateLoader.load
 
     def without(self: StateLoader) -> Any:
-        before = self._engine.device.random_state()
+        before = self._engine.memory.device.random_state()
         found = load(self)
-        self._engine.device.set_random_state(before)
+        self._engine.memory.device.set_random_state(before)
         return found
 
     patch.setattr(StateLoader, "load", without)
@@ -133,9 +133,9 @@ def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load = StateLoader.load
 
     def without(self: StateLoader) -> Any:
-        before = self._engine.runner.step_number
+        before = self._engine.flow.runner.step_number
         found = load(self)
-        self._engine.runner.step_number = before
+        self._engine.flow.runner.step_number = before
         return found
 
     patch.setattr(StateLoader, "load", without)

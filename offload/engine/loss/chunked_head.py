@@ -22,8 +22,8 @@ from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.cross_entropy import log_probs_with_gradient
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
-from offload.engine.state import EngineState
 from offload.engine.units.find import Splitting
+from offload.engine.units.stages import Host
 from offload.modules import forwards_replaced
 
 LogProbLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -192,7 +192,7 @@ class ChunkedHead:
         with forwards_replaced({self._base: lambda *_args, **_kwargs: output}):
             return self._model(**inputs)
 
-    def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
+    def mean_loss(self, state: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         """Run forward and backward through the head. Return the loss, fp32."""
         labels, slopes = inputs.batch["labels"], None
         if torch.is_grad_enabled():
@@ -200,7 +200,7 @@ class ChunkedHead:
             slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
         return -self._backward(state, inputs, slopes) / tokens
 
-    def loss_from_log_probs(self, state: EngineState, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
+    def loss_from_log_probs(self, state: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         """Return the loss that `compute_loss` computes from all target log-probabilities; otherwise like `mean_loss`.
 
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
@@ -217,7 +217,7 @@ class ChunkedHead:
             self._backward(state, inputs, slopes)
         return loss
 
-    def _backward(self, state: EngineState, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
+    def _backward(self, state: Host, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
         """Run forward and backward of every chunk. Return the sum of the log-probabilities, fp32."""
         gradient, total = inputs.gradient, torch.zeros((), dtype=torch.float32, device=inputs.batch["labels"].device)
         with state.gradients.repeated(state.regions):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from offload.engine.flow import Flow
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import PassInputs, PassPlan, RankBatch, agree_on_pass
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks
 from offload.engine.loss.loss import Loss, LossFunction, Needs, as_loss, labels_of, run_loss, select_inputs
-from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class Losses:
     in memory. `has_backward`: a backward follows, so a loss must be a tensor.
     """
 
-    def __init__(self, state: EngineState, chunk_bytes: int | None, has_backward: bool = True) -> None:
+    def __init__(self, state: Flow, chunk_bytes: int | None, has_backward: bool = True) -> None:
         self._model = state.model
         self._state = state
         self.chunk_bytes = chunk_bytes

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from offload.engine.gradients.updates import Updates
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.result import StepResult
-from offload.engine.state import EngineState
+from offload.engine.spare_memory import SpareMemory
+from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.snapshots import Snapshot
+from offload.engine.units.stages import Host
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
 from offload.lanes.timeline import Span
-from offload.layout.regions import Region
+from offload.layout.regions import ParameterInfo, Region
 from offload.planning.settings import Settings
+
+
+class StepHost(Host, Protocol):
+    """What a training method may ask of an engine."""
+
+    infos: list[ParameterInfo]
+    updates: Updates
+    spare_memory: SpareMemory
+    execution_mode: ExecutionMode
+    snapshot: ModelStructure
+
+    def make_room(self, indices: frozenset[int] | None = None) -> None:
+        """Make room for gradient sums of the regions with these indices, and of no others, between two steps.
+
+        None: of all trainable regions, for several backward passes.
+        """
 
 
 class Method(ABC):
@@ -41,10 +62,10 @@ class Method(ABC):
     """
 
     def __init__(
-        self, state: EngineState, settings: Settings, losses: Losses, take_snapshot: Callable[[], Snapshot]
+        self, host: StepHost, settings: Settings, losses: Losses, take_snapshot: Callable[[], Snapshot]
     ) -> None:
         """`take_snapshot`: takes a snapshot of generators and modules."""
-        self._state = state
+        self._host = host
         self._settings = settings
         self._rule = settings.optimizer
         self.lr = settings.optimizer.lr
@@ -52,6 +73,11 @@ class Method(ABC):
         self._take_snapshot = take_snapshot
         self.expected: tuple[Hashable, bool] = (None, False)
         self.spans: list[Span] = []
+        self._users = defaultdict[Region, list[tuple[Region, ...]]](list)
+        """For each region, the regions of every unit with it."""
+        for unit in host.units:
+            for region in unit.regions:
+                self._users[region].append(unit.regions)
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027 (most need nothing)
@@ -97,19 +123,18 @@ class Method(ABC):
 
     def sum(self, *losses: float) -> list[float]:
         """Return the losses summed over all ranks."""
-        return self._state.comm.sum_in_order(list(losses), "loss")
+        return self._host.comm.sum_in_order(list(losses), "loss")
 
     def _first_use(self) -> Callable[[Region], float]:
         """Return a sort key for regions: the first use in the next step, if that step repeats the current pass."""
-        state = self._state
-        return state.executor.first_use(lambda region: [unit.regions for unit in state.users[region.index]])
+        return self._host.executor.first_use(self._users.__getitem__)
 
     def _start_updates(self, is_batch: bool) -> None:
         """Start the pending updates in the order of the next step, and fetch the first weights for that step.
 
         `is_batch`: as in `_start_fetches`.
         """
-        updates = self._state.updates
+        updates = self._host.updates
         with interrupts.uninterrupted():
             updates.update_resident()
             self._start_fetches(is_batch)
@@ -120,19 +145,19 @@ class Method(ABC):
 
         `is_batch`: the engine ran the whole step, not an own loop.
         """
-        state = self._state
-        peak_bytes = state.runner.end_step()
-        state.executor.end()
+        host = self._host
+        peak_bytes = host.runner.end_step()
+        host.executor.end()
         if is_batch:  # own loops may hold any number of graphs, so no memory is ever spare
-            state.spare_memory.end_step(peak_bytes)
-        state.executor.begin_fetches(*self.expected)
+            host.spare_memory.end_step(peak_bytes)
+        host.executor.begin_fetches(*self.expected)
 
     def _finish(self, loss: float, grad_norm: float, tokens: int | None, **more: Any) -> StepResult:
         """Complete the step and return the result, with lane times."""
-        state = self._state
+        host = self._host
         with suppress(Exception):  # an error here fails the next pass: this step is complete
-            state.slots.compute_after_resident()  # here, so that a script reading these weights does not wait
-        seconds, lanes, spans = state.lanes.end_step()
+            host.slots.compute_after_resident()  # here, so that a script reading these weights does not wait
+        seconds, lanes, spans = host.lanes.end_step()
         self.spans = spans
         loss_tensor = torch.tensor(loss, dtype=torch.float32, device="cpu")
         return StepResult(loss_tensor, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)
@@ -148,21 +173,14 @@ class Backward(Method):
         return self
 
     def step(self, inputs: PassInputs) -> StepResult:
-        self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
+        self._host.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         several_copies = self._splits and self._losses.is_called_per_micro_batch
-        self.make_room(None if several_copies else self._state.plan.summed)
-        if self._state.updates.measures_first:
+        self._host.make_room(None if several_copies else self._host.plan.summed)
+        if self._host.updates.measures_first:
             return self._step_in_two_passes(inputs)
         self.begin(inputs.plan.schedule_key)
         loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
-
-    def make_room(self, indices: frozenset[int] | None = None) -> None:
-        """Make room for the gradient sums of these regions (None: of all, for several backward passes)."""
-        if indices is None:
-            indices = frozenset(region.index for region in self._state.regions if region.trainable)
-        if self._state.accumulated != indices:
-            self._state.accumulate(indices)
 
     def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
         return [self._losses.total(inputs, chunk_tokens, runs_backward=True)]
@@ -172,17 +190,17 @@ class Backward(Method):
 
         Both start with equal generator and buffer states.
         """
-        state = self._state
+        host = self._host
         before = self._take_snapshot()
         schedule_key = inputs.plan.schedule_key
         self.begin(schedule_key, for_norm=True)
         loss = self._losses.total(inputs, runs_backward=True)
-        norm = state.updates.measure_norm()
+        norm = host.updates.measure_norm()
         if math.isfinite(norm):
             before.put_back()
-            state.executor.end()
+            host.executor.end()
             self._begin_pass(schedule_key, norm=norm)
-            state.counters.begin_pass()
+            host.counters.begin_pass()
             loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, schedule_key)
 
@@ -191,27 +209,27 @@ class Backward(Method):
 
         `sums_backwards`: gradients come from several backwards. `for_norm`: the next backward is for the norm only.
         """
-        self._state.lanes.timeline.begin_step()
-        self._state.counters.begin_step()
+        self._host.lanes.timeline.begin_step()
+        self._host.counters.begin_step()
         self._begin_pass(schedule_key, sums_backwards, for_norm)
 
     def _begin_pass(
         self, schedule_key: Hashable, sums_backwards: bool = False, for_norm: bool = False, norm: float | None = None
     ) -> None:
-        state = self._state
-        after_norm = sums_backwards or state.gradients.has_sums
-        state.runner.begin_step()
-        state.updates.begin_step(self.lr, after_norm, state.runner.step_number, for_norm=for_norm, norm=norm)
-        state.executor.begin(schedule_key, fetches_next=state.updates.is_immediate)
+        host = self._host
+        after_norm = sums_backwards or host.gradients.has_sums
+        host.runner.begin_step()
+        host.updates.begin_step(self.lr, after_norm, host.runner.step_number, for_norm=for_norm, norm=norm)
+        host.executor.begin(schedule_key, fetches_next=host.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
-        state, updates = self._state, self._state.updates
+        host, updates = self._host, self._host.updates
         first_use = self._first_use()
         is_batch = tokens is not None
         self.expected = schedule_key, updates.is_immediate and not updates.measures_first
-        read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
-        state.gradients.send_rest()
+        read_loss = host.device.copy_to_host(loss)  # before the host waits for the norm
+        host.gradients.send_rest()
         if updates.is_immediate:  # all updates are submitted: the fetches need not wait for the norm
             updates.update_resident()
             self._start_fetches(is_batch)

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
+from offload.engine.flow import Flow
 from offload.engine.recording.plain import PlainPass
-from offload.engine.state import EngineState
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.stages import Host
 from offload.engine.units.state_snapshot import StateSnapshot
@@ -153,7 +153,7 @@ def isolated(
 class PassComparator:
     """Runs equivalence checks."""
 
-    def __init__(self, state: EngineState, precision: str) -> None:
+    def __init__(self, state: Flow, precision: str) -> None:
         self._state = state
         self._is_half = precision == "bf16"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from offload.distributed.comm import digest
 from offload.engine.entries import ModelCall
+from offload.engine.flow import Flow
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import LossFunction, LossRule, has_even_targets
-from offload.engine.state import EngineState
 
 MOST_CHOICES = 4
 """Recorded values per int argument. An int with more values is a count, not a choice between branches."""
@@ -62,7 +62,7 @@ class KnownPasses:
     another engine, not yet checked here; None: nothing is from another engine. All kinds are strings.
     """
 
-    def __init__(self, state: EngineState, rows: Rows | None) -> None:
+    def __init__(self, state: Flow, rows: Rows | None) -> None:
         self._state, self.rows = state, rows
         self.results: dict[str, TrialResult] = {}
         self.choices: dict[str, dict[str, set[int]]] = {}

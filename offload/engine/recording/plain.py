@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from offload.engine.state import EngineState
+from offload.engine.flow import Flow
 from offload.engine.units.unit import Unit
 
 _SavedTensor = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -23,7 +23,7 @@ class PlainPass:
     Weights saved in the graph are copied to the device again for the backward. All other saved tensors stay.
     """
 
-    def __init__(self, state: EngineState, install: Callable[[Unit], None]) -> None:
+    def __init__(self, state: Flow, install: Callable[[Unit], None]) -> None:
         """`install`: installs the unit weights, already on the device, in the module."""
         self._runner = state.runner
         self._slots = state.slots

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from offload.engine.entries import ModelCall
+from offload.engine.flow import Flow
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, Rows, check_batch, map_tensors
 from offload.engine.loss.loss import labels_of
-from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
 ROWS = (2, 3)
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 class Samples:
     """Takes samples from batches. `rows`: configured row axes, or None."""
 
-    def __init__(self, state: EngineState, rows: Rows | None) -> None:
+    def __init__(self, state: Flow, rows: Rows | None) -> None:
         self._state = state
         self._rows = rows  # row axes of the values, as configured
         self._has_peers = state.runner.has_peers

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.engine.entries import ModelCall
+from offload.engine.flow import Flow
 from offload.engine.loss.batch import (
     Batch,
     BatchForm,
@@ -40,7 +41,6 @@ from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import FirstPass, Recording, SecondPass, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
-from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.snapshots import Snapshot
@@ -60,7 +60,7 @@ class TrialRuns:
     Every pass restores weights, buffers, random generators and counters.
     """
 
-    def __init__(self, state: EngineState, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
+    def __init__(self, state: Flow, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
         self._state = state
         self._model = state.model
         self._has_backward = has_backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, ForwardRunner, Use
 from offload.lanes.lanes import Lanes
+from offload.layout.regions import Region
 from offload.planning.plan import Plan
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -36,6 +37,7 @@ class Host(Protocol):
     device: Device
     lanes: Lanes
     counters: Counters
+    regions: Sequence[Region]
     store: Store
     slots: Slots
     deferred_updates: DeferredUpdates

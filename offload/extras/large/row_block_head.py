@@ -9,7 +9,7 @@ import torch
 
 from offload.engine.loss.batch import Batch, next_labels
 from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadInputs, LogProbLoss
-from offload.engine.state import EngineState
+from offload.engine.units.stages import Host
 from offload.extras.large.row_blocks import RowBlocks
 
 
@@ -43,14 +43,14 @@ class RowBlockHead(ChunkedHead):
         self._blocks = blocks
         self.num_logits = blocks.most_rows  # of a token at one time: chunks are sized by it
 
-    def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
+    def mean_loss(self, state: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             slopes = torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
             return -values.sum() / tokens, slopes
 
         return self.loss_from_log_probs(state, inputs, mean)
 
-    def loss_from_log_probs(self, state: EngineState, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
+    def loss_from_log_probs(self, state: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         targets, gradient = self._targets(inputs), inputs.gradient
         loss, slopes = compute_loss(self._label_log_probs(targets, inputs.batch))
         if slopes is None:
@@ -103,7 +103,7 @@ class RowBlockHead(ChunkedHead):
     def _backward_over(
         self,
         number: int,
-        state: EngineState,
+        state: Host,
         inputs: HeadInputs,
         targets: _Targets,
         slopes: torch.Tensor,

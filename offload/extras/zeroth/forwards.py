@@ -27,25 +27,25 @@ class Forwards(Method):
     _rule: MeZO
 
     def prepare(self) -> None:
-        state = self._state
-        self._pending = SlotUpdates(state.store, state.slots, state.deferred_updates, state.lanes, state.device)
-        self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
-        self._perturbed = PerturbedWeights(state, self._rule, self._settings.seed)
-        self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
+        host = self._host
+        self._pending = SlotUpdates(host.store, host.slots, host.deferred_updates, host.lanes, host.device)
+        self.descent = ZerothOrderUpdate(host, self._rule, self._pending)
+        self._perturbed = PerturbedWeights(host, self._rule, self._settings.seed)
+        self._interleaved = InterleavedForwards(host, self._pending, self._perturbed)
 
     def step(self, inputs: PassInputs) -> StepResult:
-        state, schedule_key = self._state, inputs.plan.schedule_key
-        state.lanes.timeline.begin_step()
-        state.counters.begin_step()
-        state.runner.begin_step()
-        number = state.runner.step_number
-        state.updates.begin_step(self.lr, True, number)
-        state.executor.begin(schedule_key)
+        host, schedule_key = self._host, inputs.plan.schedule_key
+        host.lanes.timeline.begin_step()
+        host.counters.begin_step()
+        host.runner.begin_step()
+        number = host.runner.step_number
+        host.updates.begin_step(self.lr, True, number)
+        host.executor.begin(schedule_key)
         self.begin_trial()
         passes = torch.stack(self.trial(inputs))
         self._pending.check()
         # The host waits here, for two numbers a direction.
-        values = self.sum(*state.device.copy_to_host(passes)().tolist())
+        values = self.sum(*host.device.copy_to_host(passes)().tolist())
         losses = list(zip(values[::2], values[1::2], strict=True))  # on both sides of the weights, by direction
         slopes = self._rule.slopes(losses)
         measured = ZerothOrderRecord(
@@ -53,7 +53,7 @@ class Forwards(Method):
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._settings.skips:
-            advice = state.store.values.explain_nonfinite(
+            advice = host.store.values.explain_nonfinite(
                 f"Lower --optimizer.lr or --optimizer.eps, or check the data of this step; {SKIPS}"
             )
             pairs = ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)
@@ -73,7 +73,7 @@ class Forwards(Method):
         return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
 
     def begin_trial(self) -> None:
-        number = self._state.runner.step_number + 1
+        number = self._host.runner.step_number + 1
         # The passes perturb the blocks of this step alone; all are fetched.
         self._perturbed.begin(number, self.descent.touched(number, self._settings.seed, self.descent.frozen))
 
@@ -95,8 +95,8 @@ class Forwards(Method):
         )
 
     def replay(self, record: Any) -> None:
-        state, measured = self._state, ZerothOrderRecord.of(record)
-        num_steps = state.runner.step_number
+        host, measured = self._host, ZerothOrderRecord.of(record)
+        num_steps = host.runner.step_number
         if measured.step != num_steps + 1:
             raise ConfigError(
                 f"the record is of step {measured.step}, but {num_steps} steps are done and step {num_steps + 1} is "
@@ -104,7 +104,7 @@ class Forwards(Method):
                 f"a skipped step pass its line of metrics.jsonl, or no slopes: ({num_steps + 1}, 0, ())."
             )
         if not measured.slopes:
-            state.runner.step_number = measured.step
+            host.runner.step_number = measured.step
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
@@ -120,8 +120,8 @@ class Forwards(Method):
         if measured.lr is None:
             measured = measured._replace(lr=self.lr)
         self.descent.update(measured, {}, lambda region: region.index)
-        state.runner.step_number = measured.step
-        state.updates.start()
+        host.runner.step_number = measured.step
+        host.updates.start()
 
     def free(self) -> None:
         self._interleaved.free()

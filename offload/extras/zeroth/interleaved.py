@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.state import EngineState
+from offload.engine.methods.method import StepHost
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import run_without_backward
 from offload.engine.units.snapshots import DictSnapshots, RngState, ThreadState
@@ -25,8 +25,8 @@ class InterleavedForwards:
     Attributes set by one pass in modules above the units are invisible to the others.
     """
 
-    def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: PerturbedWeights) -> None:
-        self._state = state
+    def __init__(self, host: StepHost, pending: SlotUpdates, perturbed: PerturbedWeights) -> None:
+        self._host = host
         self._pending = pending
         self._perturbed = perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switch)
@@ -39,16 +39,16 @@ class InterleavedForwards:
 
     def run(self, function: Callable[[], torch.Tensor], num_passes: int) -> list[torch.Tensor]:
         """Return each pass's result, in order."""
-        state = self._state
-        self._residents = [unit for unit in state.units if unit.resident]
+        host = self._host
+        self._residents = [unit for unit in host.units if unit.resident]
         # Modules inside of a streamed unit finish within a turn, so no pass sees the state of another there.
-        inside = {module for unit in state.units if not unit.resident for module in unit.modules}
-        self._above = [module for module in state.model.modules() if module not in inside]
+        inside = {module for unit in host.units if not unit.resident for module in unit.modules}
+        self._above = [module for module in host.model.modules() if module not in inside]
         self._open = None
-        self._last = _PausedPass(state, self._above)  # all passes begin with the same generators
+        self._last = _PausedPass(host, self._above)  # all passes begin with the same generators
         self._states = dict.fromkeys(range(num_passes), self._last)
         passes = [self._pass(function) for _ in range(num_passes)]
-        with state.router.diverted(self._call):
+        with host.router.diverted(self._call):
             self._move_residents(0)
             try:
                 results = self._lockstep.run(passes)
@@ -66,8 +66,8 @@ class InterleavedForwards:
 
     def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Wrap the function for a separate thread with the current thread's thread-local torch state."""
-        state = self._state
-        surroundings, enter = ThreadState(state.device.autocast_type), state.device.stream_entry()
+        host = self._host
+        surroundings, enter = ThreadState(host.device.autocast_type), host.device.stream_entry()
 
         def run() -> torch.Tensor:
             # Stream and gradient mode belong to a thread.
@@ -85,7 +85,7 @@ class InterleavedForwards:
 
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward for the current pass, with the module's own result."""
-        runner = self._state.runner
+        runner = self._host.runner
         arguments, containers = receive_call(args, kwargs)
         rows = runner.receive(unit, arguments)
         self._enter(unit)
@@ -99,7 +99,7 @@ class InterleavedForwards:
         # All passes have used the weights: the slot is free before the next unit comes.
         if len(self._finished) == len(self._states):
             self._leave()
-        if self._state.execution_mode.interleaves:
+        if self._host.execution_mode.interleaves:
             self._lockstep.turn()
         return delivered
 
@@ -108,7 +108,7 @@ class InterleavedForwards:
         number = self._lockstep.current
         if self._open is not unit or number in self._finished:  # passes may take different paths
             self._leave()
-            self._state.runner.enter(unit)
+            self._host.runner.enter(unit)
             self._pending.run(unit.regions)
             self._open = unit
             self._finished = set()
@@ -116,12 +116,12 @@ class InterleavedForwards:
 
     def _leave(self) -> None:
         if self._open is not None:
-            self._state.runner.leave()
+            self._host.runner.leave()
             self._open = None
 
     def _switch(self, leaving: int, entering: int) -> None:
         """Switch passes: save the state of pass `leaving`, restore the state of pass `entering`."""
-        self._states[leaving] = _PausedPass(self._state, self._above, self._last)
+        self._states[leaving] = _PausedPass(self._host, self._above, self._last)
         self._last = self._states[entering]
         self._last.put_back(self._states[leaving])
         self._move_residents(entering)
@@ -134,12 +134,12 @@ class _PausedPass:
     Hooks registered by a pass, and the flags for hooks, are shared by all passes.
     """
 
-    def __init__(self, state: EngineState, modules: list[nn.Module], last: _PausedPass | None = None) -> None:
+    def __init__(self, host: StepHost, modules: list[nn.Module], last: _PausedPass | None = None) -> None:
         """`last`: the state restored last; unchanged parts are reused."""
-        self._state = state
-        self._random = state.device.random_state()
+        self._host = host
+        self._random = host.device.random_state()
         self._python_random: RngState = RngState.capture(None if last is None else last._python_random)
-        self._resume_pass = state.runner.interrupt_pass()
+        self._resume_pass = host.runner.interrupt_pass()
         is_same = last is not None and last._attributes.are_unchanged
         self._attributes: DictSnapshots = (
             last._attributes if last is not None and is_same else DictSnapshots(map(vars, modules))
@@ -147,12 +147,12 @@ class _PausedPass:
 
     def put_back(self, current: _PausedPass) -> None:
         """Restore this state in place of the `current` one."""
-        state = self._state
-        state.device.set_random_state(self._random)
+        host = self._host
+        host.device.set_random_state(self._random)
         if self._python_random is not current._python_random:
             self._python_random.put_back()
         self._resume_pass()
-        if self._attributes is current._attributes or not state.execution_mode.interleaves:
+        if self._attributes is current._attributes or not host.execution_mode.interleaves:
             return
         for live, then in self._attributes.pairs():
             for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:

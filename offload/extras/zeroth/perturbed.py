@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from offload.engine.state import EngineState
+from offload.engine.methods.method import StepHost
 from offload.engine.units.unit import Unit
 from offload.extras.zeroth import directions
 from offload.extras.zeroth.directions import NoiseRange
@@ -29,8 +29,8 @@ class PerturbedWeights:
     weights.
     """
 
-    def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
-        self._state = state
+    def __init__(self, host: StepHost, rule: MeZO, seed: int) -> None:
+        self._host = host
         self._rule = rule
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int], Mapping[int, nn.Parameter]] = {}
@@ -39,7 +39,7 @@ class PerturbedWeights:
         self._step = 0
         self._current: tuple[int, int] | None = None  # unit and direction now in the shared memory
         self.thresholds: dict[int, float] = {}
-        self._key = cache(lambda index: parameter_key(state.infos[index].name, seed))
+        self._key = cache(lambda index: parameter_key(host.infos[index].name, seed))
 
     def begin(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
         """Begin a step's passes. `touched`: participation flags by region index.
@@ -52,11 +52,11 @@ class PerturbedWeights:
         self._included = frozenset(
             parameter
             for index, flags in touched.items()
-            for parameter, is_included in zip(self._state.regions[index].parameters, flags, strict=True)
+            for parameter, is_included in zip(self._host.regions[index].parameters, flags, strict=True)
             if is_included
         )
         self._lay_out()
-        for unit in self._state.units:
+        for unit in self._host.units:
             if unit.resident:
                 for direction in range(self._rule.num_directions):
                     self._fill(unit, direction, _SIDES * direction)
@@ -79,7 +79,7 @@ class PerturbedWeights:
     def _fill(self, unit: Unit, direction: int, place: int) -> None:
         """Perturb a unit's weights to both sides, in `place` and the next place."""
         plus, minus = (self._views.get((unit.number, place + side), {}) for side in range(_SIDES))
-        for region, flat in self._state.slots.place(unit.regions).items():
+        for region, flat in self._host.slots.place(unit.regions).items():
             for piece, offset in zip(region.pieces, region.offsets, strict=True):
                 index = piece.parameter
                 if index in self._included:
@@ -94,7 +94,7 @@ class PerturbedWeights:
 
     def _lay_out(self) -> None:
         """Allocate memory for the current units: a unit may have become resident since the last step."""
-        units = [unit for unit in self._state.units if any(region.trainable for region in unit.regions)]
+        units = [unit for unit in self._host.units if any(region.trainable for region in unit.regions)]
         sizes = {unit: sum(region.weight_bytes for region in unit.regions if region.trainable) for unit in units}
         shared = max((size for unit, size in sizes.items() if not unit.resident), default=0)
         begins: dict[tuple[Unit, int], int] = {}
@@ -112,18 +112,18 @@ class PerturbedWeights:
         # Before the new memory: both together could exceed the budget.
         self.free()
         # By name: plans, and errors about memory, list this amount.
-        self._memory = self._state.device.allocate(PERTURBED, end)
-        self._state.slots.extend(self._memory)
+        self._memory = self._host.device.allocate(PERTURBED, end)
+        self._host.slots.extend(self._memory)
         self._layout = layout
         for (unit, place), begin in begins.items():
             self._views[unit.number, place] = dict(self._parameters(unit, begin))
 
     def free(self) -> None:
-        self._state.device.ledger.drop(PERTURBED)
+        self._host.device.ledger.drop(PERTURBED)
         self._views = {}
         self._layout = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._state.slots.extend(self._memory)
+        self._host.slots.extend(self._memory)
 
     def _parameters(self, unit: Unit, begin: int) -> dict[int, nn.Parameter]:
         """Return Parameters, by index, over memory for a copy of a unit's trainable weights."""

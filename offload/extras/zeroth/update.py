@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdates
-from offload.engine.state import EngineState
+from offload.engine.methods.method import StepHost
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.extras.zeroth.slot_updates import SlotUpdates
@@ -67,34 +67,34 @@ class DirectionUpdate(RegionUpdate):
 class ZerothOrderUpdate:
     """Chooses the participating parameters for a step, and moves them against the slopes."""
 
-    def __init__(self, state: EngineState, rule: MeZO, pending: SlotUpdates) -> None:
-        self._state = state
+    def __init__(self, host: StepHost, rule: MeZO, pending: SlotUpdates) -> None:
+        self._host = host
         self.rule = rule
         self._pending = pending
-        blocks = [unit for unit in state.units if unit.is_block]
+        blocks = [unit for unit in host.units if unit.is_block]
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
         self._num_blocks = len(blocks)
         # Weights tied across blocks belong to the first block. Weights used outside the blocks always participate.
         self._block_of = {
             region.index: min(numbers[name] for name in region.units)
-            for region in state.regions
+            for region in host.regions
             if all(name in numbers for name in region.units)
         }
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """Parameters trainable at the start and frozen now, by name."""
-        return tuple(self._state.infos[index].name for index in sorted(self._state.snapshot.frozen))
+        return tuple(self._host.infos[index].name for index in sorted(self._host.snapshot.frozen))
 
     def touched(self, step: int, seed: int, frozen: Collection[str] = ()) -> dict[int, Sequence[bool]]:
         """Return participation flags by region index, for regions with any participating parameter."""
-        state = self._state
+        host = self._host
         active = self.rule.active_blocks(self._num_blocks, parameter_key(_BLOCKS, seed), step)
         flags: dict[int, Sequence[bool]] = {}
-        for region in state.regions:
+        for region in host.regions:
             block = self._block_of.get(region.index)
             if region.trainable and (block is None or block in active):
-                region_flags = [state.infos[index].name not in frozen for index in region.parameters]
+                region_flags = [host.infos[index].name not in frozen for index in region.parameters]
                 if any(region_flags):
                     flags[region.index] = region_flags
         return flags
@@ -112,25 +112,25 @@ class ZerothOrderUpdate:
         it; missing ones are added.
         """
         touched = self.touched(measured.step, measured.seed, measured.frozen)
-        regions = sorted((self._state.regions[index] for index in touched), key=first_use)
-        tiles = self._state.updates.tiles
+        regions = sorted((self._host.regions[index] for index in touched), key=first_use)
+        tiles = self._host.updates.tiles
         updates = {r: DirectionUpdate(tiles, r, touched[r.index], thresholds, measured) for r in regions}
-        self._state.updates.flush()  # for units no pass has used
+        self._host.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
         tiles.mark_updating()  # a failure from here on leaves a partial update
         self._pending.defer({region: updates.pop(region) for region in regions if self._pending.can_defer(region)})
-        self._state.updates.defer(updates)
+        self._host.updates.defer(updates)
 
     def _find_thresholds(self, touched: Mapping[int, Sequence[bool]], thresholds: dict[int, float]) -> None:
         """Compute missing thresholds for unfetched parameters, from the weights on their tier."""
-        state = self._state
+        host = self._host
         for region, flags in touched.items():
-            for index, is_included in zip(state.regions[region].parameters, flags, strict=True):
+            for index, is_included in zip(host.regions[region].parameters, flags, strict=True):
                 if is_included and index not in thresholds:
-                    state.lanes.drain_updates()
-                    if state.store.sharding.gathers:  # partitioned weights: all ranks miss the same ones
-                        weights = state.store.values.read_range(index, 0, state.infos[index].numel, travelling=True)
+                    host.lanes.drain_updates()
+                    if host.store.sharding.gathers:  # partitioned weights: all ranks miss the same ones
+                        weights = host.store.values.read_range(index, 0, host.infos[index].numel, travelling=True)
                     else:
-                        weights = state.store.values.read_local(index).flatten()
+                        weights = host.store.values.read_local(index).flatten()
                     thresholds[index] = self.rule.threshold(weights)
