@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.lanes.threads import Link, ThreadLane
-from offload.lanes.ticket import Lane, Run, Ticket, Tickets, wait_until_done
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets, raise_error, wait_until_done
 from offload.lanes.timeline import DISK_LANES, LANES, LaneTime, Span, Throttle, Timeline
 
 
@@ -220,24 +220,21 @@ class Lanes:
         The time counts as exposed for the lane of the last ticket. Time before the start of its work counts for the
         lane that held up this start.
         """
-        begin = time.perf_counter()
-        late = [ticket for ticket in (*tickets, *users) if not ticket.is_done]
-        try:
-            self._await(tickets, users)
-        finally:
-            if late:
+        late = []
+        for ticket in (*tickets, *users):
+            if not ticket.is_done:
+                late.append(ticket)  # noqa: PERF401 (a comprehension is a call)
+        if late:
+            begin = time.perf_counter()
+            try:
+                wait_until_done(self.lock, late)
+            finally:  # also after an interrupt
                 last = max(late, key=lambda ticket: ticket.end)
                 end = time.perf_counter()
                 worked = max(begin, min(last.begin or begin, end))
                 self.timeline.expose(last.delayed_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)
-
-    def _await(self, tickets: Sequence[Ticket], users: Sequence[Ticket]) -> None:
-        """Block until all tickets are done. Raises the first error among `tickets`; errors of `users` do not count."""
-        wait_until_done(self.lock, (*tickets, *users))
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
+        raise_error(tickets)
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         """Return the step duration in seconds, the time per lane, and the spans on every lane."""

@@ -17,7 +17,7 @@ import torch
 from offload.accelerators import Accelerator
 from offload.lanes.lanes import LaneRow, Lanes
 from offload.lanes.threads import ThreadLane, Work
-from offload.lanes.ticket import Lane, Ticket
+from offload.lanes.ticket import Lane, Ticket, raise_error, wait_until_done
 from offload.lanes.timeline import DISK_LANES, LaneTime, Span, Throttle
 
 Abort = Callable[[BaseException], None] | None
@@ -160,8 +160,13 @@ class StreamLanes(Lanes):
             self._show()
         return (end,)
 
+    def _await(self, tickets: Sequence[Ticket], users: Sequence[Ticket]) -> None:
+        """Block until the work is in the streams. Raises the first error among `tickets`, none of `users`."""
+        wait_until_done(self.lock, (*tickets, *users))
+        raise_error(tickets)
+
     def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, users)  # until the work is in the streams
+        self._await(tickets, users)
         late = []
         for ticket in (*tickets, *users):
             if ticket.event is not None and not ticket.event.query():

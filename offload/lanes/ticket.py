@@ -207,6 +207,13 @@ class Countdown:
             self._then()
 
 
+def raise_error(tickets: Sequence[Ticket]) -> None:
+    """Raise the first error among tickets that are done."""
+    for ticket in tickets:
+        if ticket.error is not None:
+            raise ticket.error
+
+
 def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
     """Block until all tickets are done or an interrupt comes. `lock`: the lock of the lanes that own the tickets."""
     for ticket in tickets:  # mostly done already: no lock, no bell

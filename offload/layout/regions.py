@@ -150,7 +150,7 @@ class Region:
         """Elements per piece."""
         return tuple(piece.numel for piece in self.pieces)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Weight dtype in use."""
         return DTYPES[self.compute]
@@ -193,7 +193,7 @@ class Region:
             return self.link
         return self.codec
 
-    @property
+    @cached_property
     def is_stored_as_used(self) -> bool:
         """True if copies have the format in use: no decoding after a copy."""
         return not self.travels.decodes

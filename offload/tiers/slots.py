@@ -34,7 +34,7 @@ class Slot:
     """End byte (exclusive)."""
     is_whole: bool = False
     """True if the slot also has the co-fetched master planes, for updates in the slot."""
-    fence: Fence = field(default_factory=lambda: Fence("slot"))
+    fence: Fence = field(default_factory=partial(Fence, "slot"))
     """Slot writers and readers."""
 
 
@@ -189,9 +189,10 @@ class Slots:
             self._lanes.compute_after(tickets)
 
     def release(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """Record compute, up to `marks`, as a weight reader."""
-        for fence in self._fences(cargo, regions):
-            fence.record_reader(*marks)
+        """Record compute, up to `marks`, as a weight reader. No marks: the work is done, as on a CPU."""
+        if marks:
+            for fence in self._fences(cargo, regions):
+                fence.record_reader(*marks)
 
     def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
         """Return the fences of the weights in use by a unit: in a slot, and resident."""
@@ -444,17 +445,18 @@ class Slots:
             own_range = self._store.states[region].planes["weights"]
             return [self._store.gather(region, flat.data, own_range, gathering, users, is_ahead)]
         tickets = []
-        is_link = self._copy_lane is self._lanes.h2d  # only bytes over the link count as copied
+        is_link = self._copy_lane is self._lanes.h2d
         stored = region.stored_view(flat)
         name = region.travelling.name
         for tile in self._store.states[region].held_tiles:
-            lease = tile.fetch(is_ahead, *co_fetched)
-            tile_range = slice(tile.begin, tile.end)
-            targets = {
-                name: stored[tile.stored],
-                **{other: target[tile_range] for other, target in co_fetched.items()},
-            }
-            num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
+            lease = tile.fetch(name, *co_fetched, is_ahead=is_ahead)
+            targets = {name: stored[tile.stored]}
+            for other, target in co_fetched.items():
+                targets[other] = target[tile.begin : tile.end]
+            num_bytes = 0
+            if is_link:  # only bytes over the link count as copied
+                for each in targets:
+                    num_bytes += lease.planes[each].nbytes
             ticket = self._copy_lane.submit(
                 partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NoReturn, Protocol
 
 import torch
@@ -45,10 +46,12 @@ class Tile:
         """Plane name for H2D copies and exchanges between ranks."""
         return CODES if CODES in self.states else "weights"
 
-    def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
-        """Return a lease on the weights for an H2D copy, plus co-fetched planes. `is_ahead`: for the next step."""
+    def fetch(self, *names: str, is_ahead: bool) -> Lease:
+        """Return a lease on planes for an H2D copy: the travelling one, then co-fetched ones. `is_ahead`: for the next
+        step.
+        """
         if self.stale is None:
-            return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
+            return self.lend(*names, fetches=True, is_ahead=is_ahead)
         return Lease.of({"weights": self.planes[STALE]}, self.stale)
 
     def show(self, is_updated: bool) -> None:
@@ -100,8 +103,10 @@ class Tile:
         lease = Lease.of(planes, self.fence)
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
+        if self.record is None:
+            return lease
         disk_names = self._on_disk(names)
-        if self.record is None or not disk_names:
+        if not disk_names:
             return lease
         if lands:
             # Without planes in memory, the lease must not mark them as changed.
@@ -163,7 +168,7 @@ class RegionState:
         """True if passes compute with stale weights."""
         return self.tiles[0].stale is not None
 
-    @property
+    @cached_property
     def held_tiles(self) -> list[Tile]:
         """All tiles with weights on this rank."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]

@@ -94,7 +94,7 @@ def test_what_was_shown_is_written_once_it_was_read(again):
     tile = Tile(0, 4, {"weights": torch.zeros(4), STALE: torch.ones(4)}, None, slice(0, 4))
     tile.show(True)
     reading = Ticket("h2d")
-    tile.fetch(is_ahead=False).done_reading(reading)
+    tile.fetch("weights", is_ahead=False).done_reading(reading)
     tile.show(again)
     assert reading in tile.lend("weights", STALE).users
 

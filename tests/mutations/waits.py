@@ -75,7 +75,7 @@ def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_races.py")
 def weights_fetched_before_their_update(patch: pytest.MonkeyPatch) -> None:
     fetch = Tile.fetch
-    patch.setattr(Tile, "fetch", lambda self, *how: replace(fetch(self, *how), reads=()))
+    patch.setattr(Tile, "fetch", lambda self, *names, **how: replace(fetch(self, *names, **how), reads=()))
 
 
 @mutation("tests/engine/test_placements.py")

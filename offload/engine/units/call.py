@@ -44,15 +44,21 @@ class UnitCall:
 
     def __init__(self, unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments) -> None:
         self.unit = unit
-        self.traits = unit.traits
-        self._runner, self._rows = runner, rows
+        self.traits = unit.traits  # of this structure of arguments: a later call may select others
         self.signature = unit.gradient_signature(arguments.tensors)
+        self._runner = runner
+        self._rows = rows
+
+        # What the use keeps until its backward: chosen by signature and shapes, as the policy measured them before.
         key = unit.name, *[(t.shape, t.dtype) for t in arguments.tensors]
         keep_class = keep_for(runner.saved.policy, unit, key, self.signature)
         self._keep = keep_class(unit, runner, rows, arguments, self.signature, key)
+        self._is_open = False
+        """True from the forward to the backward, which runs once."""
+
+        # Outputs for autograd, until `join_graph` has taken them.
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
-        self._is_open = False
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward and save the data for the backward.
@@ -60,7 +66,8 @@ class UnitCall:
         Returns the result tensors, then the inputs changed in place, then the tensors kept elsewhere: autograd gives
         them this call as their graph, wherever they are.
         """
-        unit, runner, traits = self.unit, self._runner, self.traits
+        unit, runner = self.unit, self._runner
+        traits = self.traits
         self._is_open = True
         self._keep.begin(tensors)
         runner.enter(unit)
@@ -88,7 +95,8 @@ class UnitCall:
 
         Raises OffloadError with create_graph, after a second backward, an aborted step or a weight change.
         """
-        unit, runner, keep = self.unit, self._runner, self._keep
+        unit, runner = self.unit, self._runner
+        keep = self._keep
         if torch.is_grad_enabled():
             raise OffloadError(
                 f"unit {unit.name}: backward with create_graph=True needs a graph of the gradients, which an offloaded "
@@ -173,13 +181,6 @@ def _refuse_weight_inputs(edges: Sequence[tuple[Any, int]]) -> None:
             )
 
 
-def call_unit(
-    unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments
-) -> tuple[Arguments, Sequence[torch.Tensor]]:
-    """Run one differentiable use of a unit."""
-    return join_graph(UnitCall(unit, runner, rows, arguments), unit, runner, arguments)
-
-
 def join_graph(
     call: GraphCall, unit: Unit, runner: UnitRunner, arguments: Arguments
 ) -> tuple[Arguments, Sequence[torch.Tensor]]:
@@ -193,7 +194,9 @@ def join_graph(
     # Two ways back: autograd returns tensors alone, so the tree around them comes as `call.result`.
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
     # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.
-    result, call.result, call.dirty = call.result, None, []
+    result = call.result
+    call.result = None
+    call.dirty = []
     arguments.tensors.clear()
     assert result is not None
     return result, outputs
@@ -265,7 +268,8 @@ class Router:
             rows = runner.receive(unit, arguments)
             if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
                 runner.expect_backward(unit)
-                return deliver_result(*call_unit(unit, runner, rows, arguments), containers)
+                call = UnitCall(unit, runner, rows, arguments)
+                return deliver_result(*join_graph(call, unit, runner, arguments), containers)
             return deliver_result(*call_unit_without_graph(unit, runner, rows, arguments), containers)
 
     @contextmanager

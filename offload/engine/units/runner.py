@@ -66,32 +66,51 @@ class UnitRunner:
         seed: int,
         comm: Comm,
     ) -> None:
+        # Weights before a use, and gradients after it.
         self.device = device
         self.slots = slots
         self.gradients = gradients
-        self.saved = saved
-        self._units = units
-        self.outputs = KeptOutputs()
-        self.writes = WeightWrites()
         self._lanes = lanes
         self._executor = executor
         self._ahead = RunAhead(device)
-        self.anchor = torch.zeros((), requires_grad=True)  # makes results of a unit differentiable
-        self.step_number = 0
+
+        # The units, filled in by the caller: their live Parameters come from `make_live` here.
+        self._units = units
+        self.writes = WeightWrites()
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Makes results of a unit differentiable, even without an input that requires a gradient."""
+
+        # Random numbers: equal in a repeated step, different on each rank.
         self._seed = seed
         self._comm = comm
         self.has_peers = gradients.measures.has_peers
-        self.rows = Rows(rank=comm.rank)  # of the pass
-        self.exchanges = list[Callable[[], None]]()  # of one micro-batch
+        self.step_number = 0
+
+        # The pass.
+        self.rows = Rows(rank=comm.rank)
+        self.is_engine_call = False
+        """True if the engine calls the model, not a script."""
+        self._num_calls = Counter[str]()
+        """Calls in this step, by unit."""
+
+        # The present use.
+        self.exchanges = list[Callable[[], None]]()
+        """Exchanges of one micro-batch, repeated by a rank with fewer micro-batches."""
         self._current_unit: Unit | None = None
-        self._name = ""  # of the last use
-        self._is_in_model = self.is_engine_call = False
+        self._name = ""
+        """Pass and unit of the last use, for the timeline."""
+        self._is_in_model = False
         self.has_failed = False
         """A unit use failed halfway and no engine code is running: the next call must reset the engine."""
-        self._uses = Counter[str]()  # with a backward still to come, by unit
-        self._num_calls = Counter[str]()  # in this step, by unit
+
+        # What uses keep until their backward.
+        self.saved = saved
+        self.outputs = KeptOutputs()
         self.claims = Claims()
+        self._uses = Counter[str]()
+        """Uses with a backward still to come, by unit."""
         self._last_snapshot: Callable[[], Snapshot | None] = lambda: None
+        """Weak reference: the next snapshot shares what has not changed since."""
 
     @property
     def place(self) -> str:
@@ -310,7 +329,8 @@ class UnitRunner:
 
         `draws`: each micro-batch and rank draws other random numbers.
         """
-        traits, spans, results = unit.traits, rows.of(unit), []
+        traits, spans = unit.traits, rows.of(unit)
+        results = []
         # All ranks have the same seed but must draw different random numbers.
         caller_rng_state = self.device.random_state() if draws and (len(spans) > 1 or self.has_peers) else None
         try:
@@ -350,7 +370,8 @@ class UnitRunner:
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Save the pass state before a nested pass; return a function to restore the state."""
-        rows, is_engine_call, num_calls = self.rows, self.is_engine_call, self._num_calls.copy()
+        rows, is_engine_call = self.rows, self.is_engine_call
+        num_calls = self._num_calls.copy()
 
         def resume() -> None:
             self.rows, self.is_engine_call = rows, is_engine_call
@@ -394,9 +415,11 @@ class UnitRunner:
         self.saved.reset()
         self._uses.clear()
         self.writes.forget()
-        self._current_unit, self.rows = None, Rows(rank=self.rows.rank)
+        self._current_unit = None
+        self.rows = Rows(rank=self.rows.rank)
         self.gradients.end_step()
-        self._is_in_model = self.has_failed = False
+        self._is_in_model = False
+        self.has_failed = False
 
 
 class RunAhead:
