@@ -61,7 +61,7 @@ class MergedWeights:
                 raise ValueError(f"an adapter of kind {adapter_type(model)} has no weights to merge into the model")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                model.base_model._check_merge_allowed()
+                model.base_model._check_merge_allowed()  # PEFT's own refusals, before any weight is read
         except ValueError as error:
             raise ConfigError(
                 f"the adapter cannot be merged: {shorten(' '.join(str(error).split()))}. Export it without --merge."
@@ -87,7 +87,7 @@ class MergedWeights:
         """Return whether any weight differs from the base. Without a difference all weights are merged."""
         for name, parameter in self._base.model.named_parameters():
             if self._modules[name] or self._trained_value(name) is not None:
-                value = self.read(name, 0, parameter.numel())
+                value = self.read(name, 0, parameter.numel())  # compared as written: rounding may lose a change
                 if not torch.equal(value.to(parameter.dtype), self._base_value(name).reshape(-1)):
                     return True
         return False

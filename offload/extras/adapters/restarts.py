@@ -203,7 +203,7 @@ class RestartingAdapter(AdapterOverBase):
         initial = layers.new_matrices(seed_of(self.seed, number))
         for name, value in engine.edit(initial):
             value.copy_(initial[name])
-        engine.prune_moments(initial, self.section.restart_prune)
+        engine.prune_moments(initial, self.section.restart_prune)  # they are of the matrices before
         yield (
             f"step {step}  restart {number}: the adapter is merged into {len(layers.weights)} base weights and "
             f"initialized again; {100 * self.section.restart_prune:g}% of its moments are set to zero"

@@ -60,6 +60,7 @@ class RowCutting(Splitting):
             num_bytes = info.numel * DTYPES[info.compute].itemsize
             if num_bytes <= share_bytes:
                 continue
+            # One bias at most, of a layer of its own: its rows are cut and fetched with those of the weight.
             biases = [bias for _, module in places if (bias := module._parameters.get("bias")) is not None]
             reason = _reason_against_cutting(info, rule, places, share_bytes)
             if info.trainable and len(places) > 1 and rule.drops_gradients:

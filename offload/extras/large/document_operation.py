@@ -183,7 +183,7 @@ def _backward_shapes(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.scaling = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(output[1])  # the kernel's own sums
     ctx.set_materialize_grads(False)
 
 

@@ -97,6 +97,7 @@ class RowTrials:
         if not equal.is_whole:
             return None
         self._num_rows = tensors[equal.input].shape[equal.axis]
+        # The same places in this unit.
         modules = [replace(rows, module=self._module.get_submodule(rows.name)) for rows in equal.modules]
         tiled, needs = self._tiled(unit_forward, modules), [t.is_floating_point() for t in tensors]
         try:
@@ -169,6 +170,7 @@ class RowTrials:
     def _refusal(self, module: nn.Module, call: _RecordedCall) -> tuple[str, bool]:
         """Return (reason against tiles or "", saves memory)."""
         submodules = [m for m in module.modules() if m is not module]
+        # Hooks of the module itself see the whole call: tiles run inside of its forward.
         if any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in submodules
         ):

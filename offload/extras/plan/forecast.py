@@ -458,9 +458,9 @@ class Forecaster:
         # Of the rank with the most rows. A pass has at least one row on each rank.
         fewest, more = divmod(config.train.batch_size, config.train.num_groups(num_ranks))
         groups, passes = fewest + bool(more), max(1, min(settings.passes, fewest))
-        rows = -(-groups // passes) * config.train.group
+        rows = -(-groups // passes) * config.train.group  # of the largest pass
         data, shared_by = config.data, config.train.sequence_parallel
-        length = -(-int(data.sequence_length or 0) // shared_by)
+        length = -(-int(data.sequence_length or 0) // shared_by)  # tokens of a row on one rank
         batch = BatchSpec(model_type, rows, length, not data.packing, config.is_isolated, shared_by)
         if config.attends_documents:
             # Without data, one document takes the whole row but a token, so the forecast is an upper bound.

@@ -167,7 +167,7 @@ class _MachineFile:
         except ValueError:
             number = 0.0
         try:
-            number = number or parse_link(value)
+            number = number or parse_link(value)  # a size such as 24GiB, or a rate in bits
         except ConfigError:
             number = 0.0
         if not (math.isfinite(number) and number > 0) or (is_whole and number % 1):

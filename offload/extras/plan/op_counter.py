@@ -103,11 +103,12 @@ class OpCounter(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if func in _VALUE_READS and inputs[0].is_meta:
+        if func in _VALUE_READS and inputs[0].is_meta:  # `item()`, or a tensor in a condition
             value = self._values.get(inputs[0])
             if value is None and inputs[0].dtype == torch.bool:
                 return False  # a question about tokens, such as "any padding?"
             return func(self._known_value(inputs[0]))
+        # A copy to the host, for example of lengths.
         if func in _COPIES and inputs[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(self._known_value(inputs[0]), **kwargs)
         for tensor in inputs:
@@ -119,6 +120,7 @@ class OpCounter(WatchingMode):
         outputs, fresh_bytes = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)], 0
         for tensor in outputs:
             key = self.storage_of(tensor)
+            # Neither a view nor a result in place.
             if tensor.is_meta and key not in self._own and key not in self._others:
                 num_bytes = tensor.untyped_storage().nbytes()
                 self._remember(self._own, tensor, key, num_bytes)

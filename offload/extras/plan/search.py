@@ -205,6 +205,7 @@ class PlacementCandidate:
             if room is not None and needs[tier] > room:
                 return False
         device_bytes, budget = step.memory.device_bytes, step.memory.budget
+        # One memory has to hold both.
         if hardware.shares_memory and device_bytes + needs[HOST] > hardware.host_bytes // num_ranks:
             return False
         return budget is None or device_bytes <= budget
@@ -226,6 +227,7 @@ class PlacementCandidate:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
         weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // sharding.num_ranges
+        # Inputs and graphs go down in the forward, and come up again in the backward.
         waiting, streamed = self.step.waiting_bytes(*OFFLOADED), streamed_bytes(trainable, residence)
         up, down = weights + waiting + streamed[0], gradients + waiting + streamed[1]
         on_disk = self.step.waiting_bytes(DISK) + sum(

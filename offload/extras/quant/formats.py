@@ -382,7 +382,7 @@ class CompressedTensors(TensorFormat):
             )
         codes, shape = tensors[".weight_packed"], tuple(tensors[".weight_shape"].value().tolist())
         bits = 32 * codes.shape[-1] // shape[-1]  # codes are packed along a row, into words of 32 bits
-        if shape[-1] % 8 or bits not in (4, 8):
+        if shape[-1] % 8 or bits not in (4, 8):  # a row of other lengths ends within a word
             raise _unsupported_error(
                 codes,
                 f"has rows of {shape[-1]} values in {codes.shape[-1]} words, where only 4 or 8 bits a value are "

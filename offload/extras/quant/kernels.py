@@ -89,7 +89,7 @@ def encode_int8(
     # With a low half, the weights are the high half.
     address, numel, is_bf16 = flat("weights", weights, FP32_OR_BF16 if low is None else BF16)
     below = 0 if low is None else flat("low", low, BITS16, numel)[0]
-    num_bytes = -(-numel // block) * width
+    num_bytes = -(-numel // block) * width  # the last block may be shorter
     records = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if out is None else out
     target, _, _ = flat("out", records, UINT8, num_bytes)
     _core.encode_int8(address, below, is_bf16, numel, target, *_execution(threads, isa))

@@ -116,6 +116,7 @@ class WeightComparison:
             element, count = mismatch
             gap = (offloaded.double() - resident.double()).abs_()
             self.differing[name] = count
+            # `max` alone would lose a NaN.
             self.largest = max(self.largest, gap.max().item()) if not gap.isnan().any() else math.nan
             self._distance += gap.square_().sum().item()
             difference = Difference(step, name, element, offloaded[element].item(), resident[element].item())

@@ -59,8 +59,8 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     is_marked = any("weights" in line for line in lines)
     with work_progress() as tell, _open(base, config, tell, is_marked=is_marked) as (engine, removed):
         first = engine.num_steps
-        records = [line for line in lines if line["step"] > first]
-        num_updates = sum("projected_grad" in line for line in records)
+        records = [line for line in lines if line["step"] > first]  # a checkpoint has the steps before
+        num_updates = sum("projected_grad" in line for line in records)  # a skipped step has none
         skipped = f", {len(records) - num_updates} more were skipped" if len(records) > num_updates else ""
         say(f"replaying {counted(num_updates, 'step')}{skipped} ...")
         tell("replaying", lambda: Amount(engine.num_steps - first, len(records), "steps"))

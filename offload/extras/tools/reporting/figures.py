@@ -164,7 +164,7 @@ def lane_shares(fields: Mapping[str, Any]) -> tuple[LaneShare, ...]:
 def _step_figure(fields: Mapping[str, Any], traced_steps: Mapping[int, TracedStep]) -> StepFigure:
     step, seconds = fields["step"], float(fields["step_seconds"])
     shown = traced_steps.get(step)
-    if shown is None and traced_steps:
+    if shown is None and traced_steps:  # a trace keeps few steps
         warm = [each for each in traced_steps.values() if each.number > FIRST_STEPS] or list(traced_steps.values())
         shown = min(warm, key=lambda each: (abs(each.seconds - seconds), abs(each.number - step)))
     return StepFigure(step, seconds, lane_shares(fields), shown)

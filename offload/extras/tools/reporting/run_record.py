@@ -134,7 +134,7 @@ def _decided(path: Path) -> frozenset[str]:
             name, _, rest = line.partition(":")
             if not line.startswith(" "):
                 section = name
-            elif rest.rpartition("# ")[2].startswith("resolved"):
+            elif rest.rpartition("# ")[2].startswith("resolved"):  # the last one: a value may have a "# " too
                 keys.append(f"{section}.{name.strip()}")
     return frozenset(keys)
 
