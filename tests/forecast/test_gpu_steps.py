@@ -23,6 +23,7 @@ from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedEngine
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
+from offload.extras.plan.workload import Cost
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import update_bytes
 
@@ -95,13 +96,18 @@ def by_kind(step: PlannedStep) -> dict[str, float]:
     """Return the kernel seconds by kind, as in `measured`."""
     kept, units = step.memory.kept.graphs, {unit.name: unit.regions for unit in step.units if not unit.resident}
     totals = {"products": 0.0, "attention": 0.0, "elementwise": 0.0}
+
+    def add(cost: Cost, num_runs: int) -> None:
+        cost = replace(cost, copied_bytes=0.0)  # the profiler counts these as copies, beside those of the links
+        for kind, seconds in zip(totals, kernel_seconds(cost, "bf16", step.hardware.rates), strict=True):
+            totals[kind] += num_runs * seconds
+
     for number, work in enumerate(step.workload.calls):
-        regions = units.get(work.name or "", ())
-        recomputation = [work.forward] if regions and number not in kept else []
-        totals["elementwise"] += step._adding_seconds(work, regions)
+        recomputation = [work.forward] if units.get(work.name or "") and number not in kept else []
         for cost in (work.forward, work.backward, *recomputation):
-            for kind, seconds in zip(totals, kernel_seconds(cost, "bf16", step.hardware.rates), strict=True):
-                totals[kind] += work.num_runs(step.workload.num_micro_batches) * seconds
+            add(cost, work.num_runs(step.workload.num_micro_batches))
+    for cost in step.gradient_costs:
+        add(cost, 1)
     return totals
 
 

@@ -16,7 +16,7 @@ from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import Kept, StepMemory
 from offload.extras.plan.run_forecast import note_slow_precision
-from offload.extras.plan.timing import PlannedStep
+from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.extras.plan.workload import Workload
 from offload.planning.memory import Allocation
 
@@ -157,7 +157,7 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs:
     away = [a.num_bytes for a in found.memory.allocations if a.name in (CHECKPOINTS, GRAPHS)]
     assert step.waiting_bytes("cpu", "nvme") == sum(away)
     assert bool(away) == ("cpu" in (activations, graphs))
-    adds_s = [step._adding_seconds(each, call.regions) for each, call in zip(work.calls, step.calls, strict=True)]
+    adds_s = [sum(kernel_seconds(cost, its.settings.precision, GPU.rates)) for cost in step.gradient_costs]
     again = [
         call.backward_s - s > 2.5 * call.forward_s for call, s in zip(step.calls, adds_s, strict=True) if call.regions
     ]

@@ -163,21 +163,43 @@ def test_a_fill_does_not_read_what_it_overwrites() -> None:
     with counter.watching():
         target.copy_(source)
         target.zero_()
-    assert counter.cost.moved_bytes == 2 * target.nbytes + source.nbytes
+        target[:32].copy_(target[32:])
+        target[::2].copy_(target[1::2])
+    assert counter.cost.moved_bytes == 2 * target.nbytes + source.nbytes + target.nbytes
+    assert counter.cost.copied_bytes == target.nbytes, "one stretch of memory, as it is"
 
 
-@pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])
-def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, rows: int) -> None:
-    """Each gradient is read, and the fp32 sum is read and written. A single micro-batch needs no sum."""
+def test_a_fill_of_a_tensor_with_unknown_values_keeps_no_memory() -> None:
+    """Break: take the filled tensor itself for its values."""
+    counter = OpCounter()
+    with counter.watching():
+        tokens = torch.randint(0, 9, (64,), device="meta")
+        tokens[8:] = 1
+        del tokens
+    assert counter.live_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "rows", "copied", "moved"),
+    [
+        ("fp32", 8, 4 + 4, 0),  # copied as it is
+        ("bf16", 8, 2 + 2, 0),
+        ("fp32", 2, 4 + 4, 3 * (4 + 8)),  # and three more are added: the sum is read and written
+        ("bf16", 2, 0, 2 + 4 + 3 * (2 + 8)),  # converted to the fp32 sum
+    ],
+)
+def test_gradients_are_copied_into_a_buffer_and_added_up_there(
+    precision: str, rows: int, copied: int, moved: int
+) -> None:
+    """Break: read the sum for the first gradient too, or leave out its copy."""
     settings = Settings(precision=precision, micro_batch_size=rows)
     its = planned(Stack(WIDTH, DEPTH), settings)
-    machine = MACHINE.with_(rates=replace(RATES, moved_bytes_per_s=64.0))
+    machine = MACHINE.with_(rates=replace(RATES, moved_bytes_per_s=64.0, device_bytes_per_s=96.0))
     step, plain = (PlannedStep(its, workload(WIDTH, DEPTH, settings), hardware) for hardware in (machine, MACHINE))
-    num_parts = 8 // rows
     for call, before in zip(step.calls, plain.calls, strict=True):
-        size = sum(region.numel * ((2 if precision == "bf16" else 4) + 8) for region in call.regions)
-        added_s = num_parts * size / 64.0 if num_parts > 1 else 0.0
-        assert call.backward_s - before.backward_s == pytest.approx(added_s, rel=1e-3)
+        numel = sum(region.numel for region in call.regions)
+        taken_s = numel * (copied / 96.0 + moved / 64.0)
+        assert call.backward_s - before.backward_s == pytest.approx(taken_s, rel=1e-3)
         assert call.forward_s == before.forward_s
 
 

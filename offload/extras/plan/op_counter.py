@@ -131,17 +131,13 @@ class OpCounter(WatchingMode):
         if fresh_bytes:
             self.cost += replace(NO_COST, fresh_bytes=fresh_bytes)
         if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
+            read = inputs
             if func.overloadpacket in _GATHERS:
-                inputs = [*outputs, *inputs[1:]]
+                read = [*outputs, *inputs[1:]]
             elif func.overloadpacket in _FILLS:
-                inputs = inputs[1:]
-            num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
-            flops = _flops(func, args, kwargs, result)
-            if flops:
-                fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
-                self.cost += Cost(flops, num_bytes, 1, fp8_flops=fp8_flops)
-            else:
-                self.cost += Cost(0.0, 0.0, 1, num_bytes)
+                read = inputs[1:]
+            num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, outputs))
+            self.cost += _cost(func, args, num_bytes, _flops(func, args, kwargs, result))
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 
@@ -260,6 +256,22 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         return 2.0 * args[0].numel() * args[1].shape[-1]  # [S, K] x [groups, K, N], or [M, S] x [S, N]
     formula = flop_registry.get(func.overloadpacket)
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+def _cost(func: Any, args: Any, num_bytes: int, flops: float) -> Cost:
+    """Return the cost of an operation that reads and writes `num_bytes`."""
+    if flops:
+        fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
+        return Cost(flops, num_bytes, 1, fp8_flops=fp8_flops)
+    if func.overloadpacket is _aten.copy_ and _are_alike(*args[:2]):
+        return Cost(0.0, 0.0, 1, copied_bytes=num_bytes)
+    return Cost(0.0, 0.0, 1, moved_bytes=num_bytes)
+
+
+def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """True if a copy moves one stretch of memory as it is."""
+    is_same = (target.shape, target.dtype) == (source.shape, source.dtype)
+    return is_same and target.is_contiguous() and source.is_contiguous()
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -302,13 +302,15 @@ class PlacementSearch:
 
     @cached_property
     def compute_s(self) -> float:
-        """Seconds of forward and backward compute, independent of placement."""
-        work = self.workload
-        return sum(
-            max(compute_seconds(call, [cost], work.num_micro_batches, self.prepared.settings, self.hardware))
+        """Lower bound for forward and backward compute in seconds, independent of placement: the device's, or the
+        launches on the host.
+        """
+        work, settings = self.workload, self.prepared.settings
+        seconds = [
+            compute_seconds(call, [call.forward, call.backward], work.num_micro_batches, settings, self.hardware)
             for call in work.calls
-            for cost in (call.forward, call.backward)
-        )
+        ]
+        return max(map(sum, zip(*seconds, strict=True)))
 
     def plan(self, settings: Settings) -> Plan | None:
         """Return the plan for settings; None: planning fails."""

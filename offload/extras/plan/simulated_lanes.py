@@ -33,6 +33,8 @@ class _WorkItem:
     """Number of unfinished tickets before this item."""
     last: Ticket | None = None
     """Last finished ticket among them. None: no wait so far."""
+    launched_s: float = 0.0
+    """Time when the host has launched all of the work, in simulated seconds: the work cannot end before."""
 
 
 @dataclass(eq=False)
@@ -100,8 +102,8 @@ class SimulatedLane(_TimedLane):
         self._ready: list[tuple[int, _WorkItem]] = []  # a heap by submission order, for a lane that overtakes
         self._is_busy = False
 
-    def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
-        item = _WorkItem(next(self._lanes.numbers), seconds, Ticket(self.link.name))
+    def enqueue(self, seconds: float, after: Sequence[Ticket], launched_s: float = 0.0) -> Ticket:
+        item = _WorkItem(next(self._lanes.numbers), seconds, Ticket(self.link.name), launched_s=launched_s)
         for ticket in set(after):
             if not ticket.is_done:
                 item.num_left += 1
@@ -145,7 +147,7 @@ class SimulatedLane(_TimedLane):
         if link.device is not None:
             seconds = link.device.seconds_of(begin, seconds)
         item.ticket.begin = begin
-        item.ticket.end = begin + seconds
+        item.ticket.end = max(begin + seconds, item.launched_s)
         link.free_at = item.ticket.end
         link.busy_s += seconds
         heapq.heappush(self._lanes.events, (item.ticket.end, item.number, self, item))
@@ -168,8 +170,8 @@ class _WorkByCompute(_TimedLane):
 class SimulatedLanes(Lanes):
     """Engine lanes with a simulated host clock, `now_s`. Host work and host waits advance the clock.
 
-    On a CPU the host computes. With `in_stream`, compute is a separate lane: the host runs ahead, and compute takes at
-    least as long as the kernel launches.
+    On a CPU the host computes. With `in_stream`, compute is a separate lane: the host runs ahead, and compute ends no
+    earlier than the kernel launches.
     """
 
     def __init__(
@@ -264,14 +266,13 @@ class SimulatedLanes(Lanes):
         work.
         """
         if self._in_stream:
-            duration = max(seconds, host_s)
-            self._last = (self._compute.enqueue(duration, self._after),)
+            self._last = (self._compute.enqueue(seconds, self._after, self.now_s + host_s),)
             self._after = []
             self.spend(host_s)
         else:
-            duration = seconds + host_s
-            self.spend(duration)
-        self.compute_s += duration
+            seconds += host_s
+            self.spend(seconds)
+        self.compute_s += seconds
 
     def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
         if self._in_stream:

@@ -61,6 +61,12 @@ Simulation = Callable[[Sequence["SimulatedCall"], "SimulatedPlan", Mapping[str, 
 """Simulates a number of steps, and returns the mean of the last ones."""
 _WINDOW = 3
 """Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
+_GRAPH_PIECES = 8
+"""Pieces of an offloaded graph in a micro-batch.
+
+The engine copies each saved tensor for itself: as soon as the forward has saved it, and back until the backward needs
+it. Pieces of equal size stand for these tensors.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,24 @@ class SimulatedCall:
     def units(self) -> tuple[tuple[Region, ...], ...]:
         """Regions by unit, for this unit and those of other ranks."""
         return (self.regions, *self.others)
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """The inputs or the graph of a call, away from the device."""
+
+    pool: ActivationOffload
+    parts: Sequence[Sequence[torch.Tensor]]
+    """Stand-ins by micro-batch, in the order of the forward."""
+
+    def get(self, part: int) -> list[Sequence[Ticket]]:
+        """Start the copies of a micro-batch to the device, in the order of the backward."""
+        return [self.pool.get(piece).tickets for piece in reversed(self.parts[part])]
+
+    def free(self) -> None:
+        for pieces in self.parts:
+            for piece in pieces:
+                self.pool.free(piece.untyped_storage().data_ptr())
 
 
 @dataclass(frozen=True)
@@ -332,8 +356,8 @@ class SimulatedEngine:
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
         self._sample_inputs = device.allocate("unit inputs", largest)
-        self._saved: dict[int, tuple[ActivationOffload, torch.Tensor]] = {}
-        self._prefetches: dict[tuple[int, int], Sequence[Ticket]] = {}
+        self._offloaded: dict[int, _Offloaded] = {}
+        self._copies: dict[tuple[int, int], list[Sequence[Ticket]]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
         for unit in (unit for call in calls for unit in call.units):
@@ -426,21 +450,19 @@ class SimulatedEngine:
 
     def _passes(self) -> None:
         for number, call in enumerate(self._calls):
-            self._put(number, self._inputs, call.saved_bytes)
+            self._put_inputs(number, call)
             self._forward(number, call)
         for number in reversed(range(len(self._calls))):
             self._backward(number, self._calls[number])
-
-    def _put(self, number: int, pool: ActivationOffload | None, num_bytes: int) -> None:
-        if pool is not None and num_bytes:
-            self._saved[number] = pool, pool.put(self._sample_inputs[:num_bytes])
 
     def _forward(self, number: int, call: SimulatedCall) -> None:
         if call.regions:
             self._executor.enter(call.regions, False)
             self._pending.run(call.regions)
-        self.lanes.compute(call.forward_s, call.forward_host_s)
-        self._put(number, self._graphs, call.graph_bytes)
+        if call.graph_bytes:
+            self._compute_with_graph(number, call)
+        else:
+            self.lanes.compute(call.forward_s, call.forward_host_s)
         if call.regions:
             self._executor.leave(call.regions, self.lanes.mark())
         for regions in call.others:
@@ -453,8 +475,13 @@ class SimulatedEngine:
             self._executor.enter(call.regions, True, call.reads_weights)
         self._flow.open(call.regions)
         for part in range(call.num_parts):
-            self._wait_for_inputs(number, part)
-            self.lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
+            copies = self._take_copies(number, part)
+            share = 1 / (call.num_parts * len(copies))
+            for tickets in copies:
+                self.lanes.compute_after(tickets)
+                self.lanes.compute(share * call.backward_s, share * call.backward_host_s)
+        if number in self._offloaded:
+            self._offloaded.pop(number).free()
         self._prefetch_previous(number, 1)
         for regions in reversed(call.others):
             receive_gradients(self._flow, regions)
@@ -462,27 +489,37 @@ class SimulatedEngine:
         if call.regions:
             self._executor.leave(call.regions, self.lanes.mark())
 
-    # -- saved inputs ----------------------------------------------------------------------------------------
+    # -- inputs and graphs away from the device --------------------------------------------------------------
 
-    def _wait_for_inputs(self, number: int, part: int) -> None:
-        """Wait for the saved inputs of a micro-batch and prefetch the next.
+    def _put_inputs(self, number: int, call: SimulatedCall) -> None:
+        if call.saved_bytes:
+            assert self._inputs is not None
+            whole = self._inputs.put(self._sample_inputs[: call.saved_bytes])
+            self._offloaded[number] = _Offloaded(self._inputs, [[part] for part in whole.tensor_split(call.num_parts)])
+
+    def _compute_with_graph(self, number: int, call: SimulatedCall) -> None:
+        """Compute the forward of a call, and put each piece of the graph away once it is saved."""
+        assert self._graphs is not None
+        pieces = self._sample_inputs[: call.graph_bytes].tensor_split(call.num_parts * _GRAPH_PIECES)
+        stand_ins = []
+        for piece in pieces:
+            self.lanes.compute(call.forward_s / len(pieces), call.forward_host_s / len(pieces))
+            stand_ins.append(self._graphs.put(piece))
+        parts = [stand_ins[begin : begin + _GRAPH_PIECES] for begin in range(0, len(pieces), _GRAPH_PIECES)]
+        self._offloaded[number] = _Offloaded(self._graphs, parts)
+
+    def _take_copies(self, number: int, part: int) -> Sequence[Sequence[Ticket]]:
+        """Return the copies that the backward of a micro-batch waits for, one after the other; start the next ones.
 
         Like `Inputs.backward` and `SavedInputs.prefetch_previous`.
         """
         call = self._calls[number]
-        is_last = part + 1 == call.num_parts
         self._prefetch(number, part)
-        if is_last:
+        if part + 1 == call.num_parts:
             self._prefetch_previous(number, 0)
         elif call.regions and self.lanes.overlap:
             self._prefetch(number, part + 1)
-        tickets = self._prefetches.pop((number, part), None)
-        if tickets is None:
-            return
-        self.lanes.compute_after(tickets)
-        if is_last:
-            pool, saved = self._saved.pop(number)
-            pool.free(saved.untyped_storage().data_ptr())
+        return self._copies.pop((number, part), [()])
 
     def _prefetch_previous(self, number: int, part: int) -> None:
         regions = self._calls[number].regions
@@ -491,10 +528,9 @@ class SimulatedEngine:
             self._prefetch(next(before, -1), part)
 
     def _prefetch(self, number: int, part: int) -> None:
-        if number in self._saved and part < self._calls[number].num_parts and (number, part) not in self._prefetches:
-            pool, saved = self._saved[number]
-            size = len(saved) // self._calls[number].num_parts
-            _, self._prefetches[number, part], _ = pool.get(saved[part * size : (part + 1) * size])
+        offloaded = self._offloaded.get(number)
+        if offloaded is not None and part < len(offloaded.parts) and (number, part) not in self._copies:
+            self._copies[number, part] = offloaded.get(part)
 
 
 def simulate_shortened(

@@ -14,7 +14,7 @@ from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate, simulate_passes
-from offload.extras.plan.workload import Cost, UnitWork, Workload
+from offload.extras.plan.workload import NO_COST, NO_WORK, Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import Region
@@ -164,12 +164,11 @@ class PlannedStep:
         """Unit uses in a step, in forward order."""
         memory, parts = self.memory, self.workload.num_micro_batches
         in_graphs = memory.kept.graphs | memory.offloaded
-        unit_regions = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
-            return list(self._forward_only_calls(unit_regions))
+            return list(self._forward_only_calls())
         calls = []
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
-            regions = unit_regions.get(work.name or "", ())
+            regions = self._regions_of(work)
             experts = self._experts.get(work.name or "")
             products = work.products if number in memory.kept.products else None
             again = work.forward if products is None else products.recomputation
@@ -178,15 +177,15 @@ class PlannedStep:
             host = self._host_seconds(work, watched=products is not None) if regions else (0.0, 0.0)
             forward = self._compute(work, [work.forward])
             backward = self._compute(work, [*recomputation, work.backward])
-            adds_s = self._adding_seconds(work, regions)
+            gradients = compute_seconds(NO_WORK, [self.gradient_costs[number]], 1, self.settings, self.hardware)
             exposed = (0.0, 0.0) if experts is None else self._exposed_expert_seconds(experts)
             calls.append(
                 SimulatedCall(
                     regions if experts is None else (*regions, *experts.hit),
                     forward[0] * times + exposed[0],
-                    (backward[0] + adds_s) * times + exposed[1],
+                    backward[0] * times + gradients[0] + exposed[1],
                     (forward[1] + host[0]) * times,
-                    (backward[1] + host[1]) * times,
+                    (backward[1] + host[1]) * times + gradients[1],
                     num_parts=min(parts, _MOST_PARTS),
                     saved_bytes=round(inputs * times),
                     graph_bytes=round(graph * times),
@@ -205,7 +204,7 @@ class PlannedStep:
         up = seconds["h2d"](experts.record_bytes) + num_repeats * seconds["h2d"](experts.travelling_bytes)
         return up, up + num_repeats * seconds["d2h"](experts.gradient_bytes())
 
-    def _forward_only_calls(self, unit_regions: Mapping[str, tuple[Region, ...]]) -> Iterator[SimulatedCall]:
+    def _forward_only_calls(self) -> Iterator[SimulatedCall]:
         """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
 
         A perturbation reads the weights once and writes both sides. The estimate assumes every unit participates, and
@@ -221,7 +220,7 @@ class PlannedStep:
             yield SimulatedCall((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
         last = None
         for work in self.workload.calls:
-            regions = unit_regions.get(work.name or "", ())
+            regions = self._regions_of(work)
             device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
             if regions and (directions > 1 or work.name != last):  # a repeated use keeps the weights
                 device_s += perturb_s(regions)
@@ -239,16 +238,59 @@ class PlannedStep:
         mode = _WATCHED_HOST_S * work.forward.num_operations if watched else 0.0
         return once[0] + (each[0] + mode) * num_runs, once[1] + (each[1] + mode) * num_runs
 
-    def _adding_seconds(self, work: UnitWork, regions: Iterable[Region]) -> float:
-        """Return the device seconds for gradient accumulation over micro-batches or head chunks.
+    @cached_property
+    def gradient_costs(self) -> list[Cost]:
+        """Work in each use, over all its runs, to take the gradients into the buffers of their regions."""
+        uses = [(self._regions_of(work), work, times) for work, times in _limit_chunks(self.workload)]
+        first_backward = {region: number for number, (regions, _, _) in enumerate(uses) for region in regions}
+        costs = []
+        for number, (regions, work, times) in enumerate(uses):
+            num_gradients = work.num_runs(self.workload.num_micro_batches) * times
+            is_repeated = num_gradients > 1 or (not work.is_cut and self.workload.num_chunks > 1)
+            cost = NO_COST
+            for region in regions:
+                if region.trainable:
+                    num_first = 1 / self.workload.num_passes if first_backward[region] == number else 0.0
+                    cost += self._gradient_cost(region, num_gradients, num_first, is_repeated)
+            costs.append(cost)
+        return costs
 
-        Each partial gradient is read, and the fp32 sum is read and written.
+    def _gradient_cost(self, region: Region, num_gradients: float, num_first: float, is_repeated: bool) -> Cost:
+        """Return the work to take gradients of a region into its buffer.
+
+        The first gradient of a step is copied. Each further one, of a micro-batch, a head chunk, another use or a pass,
+        is read and added, so the sum is read and written.
         """
-        num_runs = work.num_runs(self.workload.num_micro_batches)
-        if num_runs == 1 and (work.is_cut or self.workload.num_chunks == 1):
-            return 0.0
-        moved = sum(region.weight_bytes + 8 * region.numel for region in regions if region.trainable)
-        return num_runs * moved / self.hardware.rates.elementwise
+        is_bf16 = region.is_bf16 and not is_repeated and region.index not in self._lasting
+        buffer_bytes = region.numel * (2 if is_bf16 else 4)
+        first_bytes = num_first * (region.weight_bytes + buffer_bytes)
+        moved_bytes = (num_gradients - num_first) * (region.weight_bytes + 2 * buffer_bytes)
+        if self._is_summed(region) and region.index not in self._lasting:  # the sum of a pass starts at 0
+            moved_bytes += buffer_bytes
+        converts = buffer_bytes != region.weight_bytes
+        return replace(
+            NO_COST,
+            num_operations=round(num_gradients) * len(region.pieces),
+            moved_bytes=moved_bytes + (first_bytes if converts else 0.0),
+            copied_bytes=0.0 if converts else first_bytes,
+        )
+
+    def _regions_of(self, work: UnitWork) -> tuple[Region, ...]:
+        """Return the regions of a use, none for a stretch or for weights that stay on the device."""
+        return self._unit_regions.get(work.name or "", ())
+
+    @cached_property
+    def _unit_regions(self) -> dict[str, tuple[Region, ...]]:
+        return {unit.name: unit.regions for unit in self.units if not unit.resident}
+
+    @cached_property
+    def _lasting(self) -> set[int]:
+        """Indices of regions whose gradients leave the device only after the backward."""
+        names = [work.name for work in self.workload.calls]
+        often = {name for name in names if name is not None and names.count(name) > 1}
+        used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
+        resident = resident_regions(self.units)
+        return {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
         return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware)
@@ -267,10 +309,6 @@ class PlannedStep:
         """Return the description of the engine lanes for the simulation, with at most `most_tiles` tiles per region."""
         settings, plan, rates = self.settings, self.plan, self.hardware.rates
         resident = resident_regions(self.units)
-        names = [work.name for work in self.workload.calls]
-        often = {name for name in names if name is not None and names.count(name) > 1}
-        used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
-        lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
         experts, sharding = list(self._experts.values()), plan.residence.sharding
         expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
         regions = [region for region in self.regions if region.index not in expert_regions]
@@ -304,7 +342,7 @@ class PlannedStep:
             shard_bytes=shards,
             update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
             resident=frozenset(resident),
-            lasting=frozenset(lasting),
+            lasting=frozenset(self._lasting),
             num_machines=self.hardware.num_machines,
             in_stream=self._in_stream,
             inline=self._inline,
@@ -410,7 +448,8 @@ def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0)
     products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rate
     products += cost.fp8_flops / rates.flops_per_s.get(FP8, rate)  # emulated on a CPU
     products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)
-    return products, attention, share * cost.moved_bytes / rates.elementwise
+    moved_s = share * cost.moved_bytes / rates.elementwise
+    return products, attention, moved_s + cost.copied_bytes / rates.device_bytes_per_s
 
 
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:

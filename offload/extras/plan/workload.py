@@ -13,6 +13,7 @@ class Cost:
     num_bytes: bytes these products read and write, concurrently with the arithmetic.
     num_operations: kernel launches.
     moved_bytes: bytes all other operations read and write, one operation after the other.
+    copied_bytes: bytes that copies without a conversion read and write, in long stretches.
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     attention_flops: the part of `flops` in fused attention.
     fp8_flops: the part of `flops` in FP8 products.
@@ -27,6 +28,7 @@ class Cost:
     attention_flops: float = 0.0
     fp8_flops: float = 0.0
     fresh_bytes: float = 0.0
+    copied_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
