@@ -11,10 +11,10 @@ _ATTENTION_SHARE = 0.63
 
 Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 480 of 758 TFLOP/s.
 """
-_MOVED_SHARE = 0.66
+_MOVED_SHARE = 0.64
 """Rate of elementwise kernels relative to plain memory traffic, for machines without a measured rate.
 
-Measured on an H200: 2.70 of 4.08 TB/s. No other GPU was measured. GPUs with less bandwidth per core may reach more, so
+Measured on an H200: 2.63 of 4.08 TB/s. No other GPU was measured. GPUs with less bandwidth per core may reach more, so
 the assumption is the cautious one.
 """
 FP8 = "fp8"
@@ -43,7 +43,7 @@ class Rates:
     attention_flops_per_s: fused attention, forward and backward, by precision. A missing precision has 0.63 of the
         matrix product rate.
     moved_bytes_per_s: device memory reads and writes of elementwise kernels: products with a broadcast, casts, norms,
-        updates. None: 0.66 of `device_bytes_per_s`.
+        updates. None: 0.64 of `device_bytes_per_s`.
     fresh_bytes_per_s: memory of large results, taken from the system each time and filled with zeros by it; None: an
         allocator keeps memory, as on an accelerator.
     """
