@@ -13,36 +13,41 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.distributed.comm import Comm
 from offload.engine import memory as engine_memory
 from offload.engine import weights as engine_weights
 from offload.engine.flow import Flow
-from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.loss.batch import BatchForm
+from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.loss.loss import LossRule, find_loss, select_inputs
+from offload.engine.loss.parts import Losses
 from offload.engine.state import EngineState
 from offload.engine.steps import METHODS
 from offload.engine.units import activation_offload
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
-from offload.engine.units.stages import Use
+from offload.engine.units.stages import Stage
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import SavedBytes
 from offload.engine.units.unit import Unit
+from offload.engine.units.use import Forward, Use
+from offload.extras.large.kept_products import ProductsForward
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec
 from offload.extras.plan.memory import INPUTS, KEPT
 from offload.extras.plan.op_counter import OpCounter
 from offload.extras.plan.simulated_lanes import SimulatedLanes
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import (
     SimulatedStep,
     _SimulatedAccelerator,
@@ -140,6 +145,9 @@ class DryDevice(_SimulatedAccelerator):
         begin = memory.storage_offset() * memory.itemsize
         return self.address(torch.Tensor.untyped_storage(memory)) + begin
 
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta")
+
     def copy_to_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         marks = self._lanes.mark()
 
@@ -170,6 +178,7 @@ class DryMeasures(_SimulatedMeasures):
 
     def __init__(self, store: Store, square: float) -> None:
         self._regions = list(store.states)
+        self.has_peers = store.comm.size > 1
         super().__init__(self._regions, square)
 
     def begin_step(self) -> None:
@@ -242,23 +251,39 @@ class ShapeRecording:
             traits.shared.update(i for i, tensor in enumerate(tensors) if received.count(id(tensor)) > 1)
 
 
-class _Loss:
-    """The loss of a batch of shapes, with its backward."""
+class _AttendingForward:
+    """A forward in which fused attention, which is no operation of torch on shapes, is kept as a product too."""
 
-    is_called_per_micro_batch = False
+    def __init__(self, forward: Forward, products: ProductsForward, counter: OpCounter) -> None:
+        self._forward = forward
+        self.products = products
+        self._counter = counter
 
-    def __init__(self, model: nn.Module, flow: Flow, batch: BatchSpec, micro_rows: int) -> None:
-        self._model = model
-        self._runner = flow.runner
-        self._batch = batch
-        self._micro_rows = micro_rows
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._counter.products = self.products
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._counter.products = None
 
-    def total(self, inputs: Any, runs_backward: bool = False) -> torch.Tensor:
-        rows, runner = self._batch.rows, self._runner
-        with runner.as_engine_calls(), runner.micro_batches(rows, self._micro_rows, -(-rows // self._micro_rows)):
-            loss = run_model(self._model, self._batch.make(rows))
-            runner.backward(loss)
-        return loss.detach()
+
+class AttendingForwards(Stage):
+    """The outermost stage: tells the counter which forward keeps the outputs of products."""
+
+    def __init__(self, inner: Stage, counter: OpCounter) -> None:
+        super().__init__(inner)
+        self._counter = counter
+
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
+        forward = self.inner.forward_of(unit, use)
+        is_kept = isinstance(forward, ProductsForward)
+        return _AttendingForward(forward, forward, self._counter) if is_kept else forward
+
+    def for_recomputation(self, forward: Forward) -> Forward:
+        if not isinstance(forward, _AttendingForward):
+            return self.inner.for_recomputation(forward)
+        again = self.inner.for_recomputation(forward.products)
+        return _AttendingForward(again, forward.products, self._counter)
 
 
 def _no_snapshot() -> Any:
@@ -283,6 +308,7 @@ class DryEngine:
         limit = settings.max_grad_norm or 1.0
         square = (2.0 * limit) ** 2 if simulated.corrects else 0.0
         self._hardware = step.hardware
+        self._settings = settings
 
         def open_device(_accelerator: object, ledger: Ledger, **_: Any) -> DryDevice:
             ledger.budget_bytes = step.memory.budget
@@ -309,13 +335,12 @@ class DryEngine:
                 structure.splitting,
                 prepared.plan,
                 Counters(),
-                Comm(),
+                SimulatedRanks(simulated.residence.sharding.num_ranks, simulated.num_machines),
             )
         self.flow = self.state.flow
         self._take_over(step)
-        micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
-        loss: Any = _Loss(model, self.flow, batch, micro_rows)
-        self.method = METHODS[settings.optimizer.method](self.flow, settings, loss, _no_snapshot)
+        losses = Losses(self.flow, prepared.chunk_bytes, settings.optimizer.has_gradients)
+        self.method = METHODS[settings.optimizer.method](self.flow, settings, losses, _no_snapshot)
         tiles = self.flow.updates.tiles
         tiles.place = _TimedUpdatePlace(tiles.place, lanes, TILE_HOST_S)
         self.flow.updates.decide(simulated.settings.clip)
@@ -329,7 +354,8 @@ class DryEngine:
             for place in unit.places:
                 unit.placeholders[place.parameter] = flow.ownership.placeholders[place.parameter]
             unit.install(unit.placeholders)
-        flow.runner.stages.divert()
+        flow.stages = flow.runner.stages = AttendingForwards(flow.stages, self.counter)
+        flow.stages.divert()
         for unit in flow.units:
             if unit.resident:
                 flow.keep(unit)
@@ -366,12 +392,24 @@ class DryEngine:
 
     def step(self) -> None:
         """Make one step."""
-        inputs: Any = SimpleNamespace(
-            plan=SimpleNamespace(schedule_key="step"), num_targets=self._batch.rows * self._batch.length
-        )
         with self._counting():
-            self.method.step(inputs)
+            self.method.step(self._inputs())
             self.lanes.compute(0.0, STEP_HOST_S)
+
+    def _inputs(self) -> PassInputs:
+        """Return a batch of shapes. On the host, each label counts."""
+        settings, rows = self._settings, self._batch.rows
+        batch = self._batch.make(rows)
+        on_host = {name: torch.ones(like.shape, dtype=like.dtype, device="cpu") for name, like in batch.items()}
+        own = RankBatch.of("step", on_host, rows, settings.micro_batch_size, has_loss_function=False)
+        plan = agree_on_pass(self.flow.comm, own)
+        head, form = ChunkedHead.of(self._model, self._vocabulary), BatchForm.of(on_host)
+        return PassInputs(plan, batch, None, on_host["labels"], LossRule(), head, form, None, settings.passes)
+
+    @property
+    def _vocabulary(self) -> int:
+        config: Any = self._model.config
+        return int(config.vocab_size)
 
     def run(self) -> SimulatedStep:
         """Return the mean of the last steps."""
@@ -431,6 +469,8 @@ BASE = {
     "offload.optimizer": "cpu",
     "offload.device_memory": "6GiB",
 }
+# Not among them: streamed experts, because the router's values decide what is fetched, and MeZO, because each pass has
+# a thread of its own, which no counter watches, and the noise takes hundreds of operations for each 2 Mi weights.
 CASES: dict[str, dict[str, Any]] = {
     "always": {},
     "never": {"train.recompute": "never", "offload.device_memory": "16GiB"},
@@ -454,7 +494,24 @@ CASES: dict[str, dict[str, Any]] = {
     "lomo": {"optimizer.name": "lomo"},
     "adapters": {"lora.rank": 16},
     "adapters, auto": {"lora.rank": 16, "train.recompute": "auto"},
+    "products": {"train.recompute": "products"},
+    "products, micro-batches": {"train.recompute": "products", "train.micro_batch_size": 2},
+    "passes": {"train.passes": 2},
+    "passes of micro-batches": {"train.passes": 2, "train.micro_batch_size": 2},
+    "chunked head": {"train.head_chunk_bytes": "16MiB"},
+    "chunked head, micro-batches": {"train.head_chunk_bytes": "16MiB", "train.micro_batch_size": 2},
+    "graphs on the host, micro-batches": {
+        "train.recompute": "never",
+        "train.micro_batch_size": 2,
+        "offload.graphs": "cpu",
+    },
+    "graphs on disk": {"train.recompute": "never", "offload.graphs": "nvme"},
+    "2 ranks": {"offload.zero_stage": 3},
+    "2 ranks, whole weights": {"offload.zero_stage": 1},
+    "experts": {"offload.experts": "whole"},
 }
+NUM_RANKS = {"2 ranks": 2, "2 ranks, whole weights": 2}
+"""Ranks of the cases with more than one."""
 MACHINES = ("rtx-4090", "rtx-3090", "h200")
 
 
@@ -472,10 +529,30 @@ def model_config(num_layers: int = 6) -> LlamaConfig:
     )
 
 
-def compare(case: Mapping[str, Any], machine: str) -> Compared:
+def experts_config(num_layers: int = 4) -> MixtralConfig:
+    """Return a model with experts, two for each token."""
+    return MixtralConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {"experts": experts_config}
+"""Models of the cases with another one than `model_config`."""
+
+
+def compare(name: str, machine: str) -> Compared:
     """Plan a step, simulate it, and run it on shapes."""
-    config, hardware = Config.load(None, {**BASE, **case}), read_machine(machine)
-    forecaster = Forecaster(config, 1, architecture=model_config())
+    config, hardware = Config.load(None, {**BASE, **CASES[name]}), read_machine(machine)
+    num_ranks = NUM_RANKS.get(name, 1)
+    forecaster = Forecaster(config, num_ranks, architecture=ARCHITECTURES.get(name, model_config)())
     forecast = forecaster.predict(config, hardware)
     assert forecast.step is not None, forecast.notes
     step = forecast.step
@@ -484,7 +561,7 @@ def compare(case: Mapping[str, Any], machine: str) -> Compared:
     with without_garbage_collector():
         planned = simulate(step.calls, plan, step.seconds())
     middle = time.perf_counter()
-    rows, length = config.train.batch_size, int(config.data.sequence_length or 0)
+    rows, length = config.train.batch_size // num_ranks, int(config.data.sequence_length or 0)
     engine = DryEngine(forecaster._built.model, step, BatchSpec("causal", rows, length))
     dry = engine.run()
     end = time.perf_counter()
@@ -505,7 +582,7 @@ def main(names: Sequence[str]) -> None:
     """Print a table of all cases, or of those with these names."""
     for machine in MACHINES:
         for name in names or CASES:
-            found = compare(CASES[name], machine)
+            found = compare(name, machine)
             seconds = found.planned.seconds, found.dry.seconds
             moved = " ".join(
                 f"{lane} {found.planned.moved_bytes[lane] / 1e9:.4f}/{found.dry.moved_bytes[lane] / 1e9:.4f}"
