@@ -3,8 +3,8 @@
 python -m benchmarks.fit_grid              # plans what fit.json lacks: an hour on two cores in all; then make docs
 python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
 
-Each model and method goes to fit.partial.json at once, and the next run continues from there. The whole grid is the
-result: `--models` and `--cards` choose a part to plan, beside the plans of the file. `--workers` counts processes.
+Each model and method goes to fit.partial.json at once, and the next run continues from there. `--models` and `--cards`
+choose a part to plan, beside the plans of the file. `--workers` counts processes.
 
 Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
 `benchmarks/plan_tables.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -256,17 +257,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> harness.Page:
-    """Plan the missing points of the models and cards; write the result file once the whole grid is there."""
+    """Plan the missing points of the models and cards; write the result file once all are there."""
     document = begun(arguments)
     planned = document["models"]
-    missing = {
-        (name, method): lacking
-        for name in arguments.models
-        for method in METHODS
-        if (lacking := lacking_cards(planned.get(name, {}).get(method), arguments.cards))
-    }
+
+    def missing() -> dict[tuple[str, str], Sequence[str]]:
+        keys = itertools.product(arguments.models, METHODS)
+        cards = {key: lacking_cards(planned.get(key[0], {}).get(key[1]), arguments.cards) for key in keys}
+        return {key: lacking for key, lacking in cards.items() if lacking}
+
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        tasks = {pool.submit(plan_all, *key, lacking): key for key, lacking in missing.items()}
+        tasks = {pool.submit(plan_all, *key, lacking): key for key, lacking in missing().items()}
         for number, task in enumerate(as_completed(tasks), start=1):
             name, method = tasks[task]
             try:
@@ -279,7 +280,7 @@ def run(arguments: argparse.Namespace) -> harness.Page:
             methods[method] = found | {"cards": {card: cards[card] for card in CARDS if card in cards}}
             PARTIAL.write_text(written(document))
             say(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU")
-    if any(lacking_cards(planned.get(name, {}).get(method), CARDS) for name in MODELS for method in METHODS):
+    if missing():
         return harness.Page(f"plans are missing; {PARTIAL.name} has the others", document)
     RESULT.write_text(written(document))
     PARTIAL.unlink(missing_ok=True)

@@ -706,6 +706,18 @@ def device_seconds(check: Check, run: Callable[[], Any], num_runs: int = 6, num_
     return statistics.median(times[num_warm:])
 
 
+def steps_seconds(check: Check, step: Callable[[], Any], settle: Callable[[], Any], num_steps: int = 1) -> float:
+    """Return the seconds of a number of steps, from rest to rest."""
+    settle()
+    check.accelerator.wait()
+    begin = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    settle()
+    check.accelerator.wait()
+    return time.perf_counter() - begin
+
+
 def moved_bytes(arrays: tuple[Any, ...]) -> int:
     """Return the bytes of an update: states are read and written, the gradient is read. `arrays`: as of a kernel."""
     *states, gradient = tree_leaves(arrays)

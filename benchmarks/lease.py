@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ from benchmarks.gpu_parts import (
     opened,
     profiled_step,
     seconds_by_purpose,
+    steps_seconds,
 )
 from offload import AdamW, Engine, Placement
 from offload.extras.tools.benches.report import Result
@@ -313,22 +315,14 @@ def slope(check: Check, engine: Engine, label: str, tokens: int) -> float:
     """Report the first steps, one step from rest to rest, and the steady rate; return tokens per second."""
     batches = check.batches(tokens, engine.model.config.vocab_size)
     actual = tokens // SEQUENCE * check.scaled(SEQUENCE)
-
-    def run(num_steps: int) -> tuple[float, Any]:
-        engine.finish()
-        check.accelerator.wait()
-        begin = time.perf_counter()
-        results = [engine.step(next(batches)) for _ in range(num_steps)]
-        engine.finish()
-        check.accelerator.wait()
-        return time.perf_counter() - begin, results[-1]
-
-    is_long = tokens > LONG_TOKENS
-    for number in range(2 if is_long else 4):  # the first step records, the third shares out memory left over
-        check.add(Result(f"{label}, step {number}", run(1)[0], "s"))
-    num_steps, (alone_s, _) = 3 if is_long else 5, run(1)
-    total_s, last = run(num_steps)
+    results = deque[Any](maxlen=1)
+    run = partial(steps_seconds, check, lambda: results.append(engine.step(next(batches))), engine.finish)
+    num_warm, num_steps = (2, 3) if tokens > LONG_TOKENS else (4, 5)
+    for number in range(num_warm):  # the first step records, the third shares out memory left over
+        check.add(Result(f"{label}, step {number}", run(), "s"))
+    alone_s, total_s = run(), run(num_steps)
     step_s = (total_s - alone_s) / (num_steps - 1)
+    (last,) = results
     exposed = {lane: times.exposed_seconds for lane, times in last.lanes.items() if lane != "compute"}
     details = {"step_s": step_s, "alone_s": alone_s, "exposed_s": exposed, "clip": engine.clip}
     details |= {"head_chunks": engine.head_chunks, "updates_on": engine.updates_on}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE, Check, opened
+from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE, Check, opened, steps_seconds
 from offload import AdamW, Placement
 from offload.extras.tools.benches.blocks import do_nothing
 from offload.extras.tools.benches.report import Result
@@ -84,21 +83,12 @@ def rate(check: Check, step: Step, settle: Settle, label: str, tokens: int) -> f
     length, generator = check.scaled(SEQUENCE), torch.Generator().manual_seed(1)
     ids = torch.randint(0, 64, (tokens // SEQUENCE, length), generator=generator)
     parts = list(ids.split(MICRO_ROWS))
-
-    def run(num_steps: int) -> float:
-        check.accelerator.wait()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step(parts)
-        settle()
-        check.accelerator.wait()
-        return time.perf_counter() - begin
-
-    check.add(Result(f"{label}, first step", run(1), "s"))
+    run = partial(steps_seconds, check, lambda: step(parts), settle)
+    check.add(Result(f"{label}, first step", run(), "s"))
     num_warm = 3 if check.left_s > LEAST_LEFT_S else 1  # the engine shares out leftover memory after the third step
     for _ in range(num_warm):
-        run(1)
-    alone_s, total_s = run(1), run(NUM_STEPS)
+        run()
+    alone_s, total_s = run(), run(NUM_STEPS)
     step_s = max((total_s - alone_s) / (NUM_STEPS - 1), 1e-9)
     peak_bytes = check.accelerator.module.max_memory_allocated()
     details = {"step_s": step_s, "alone_s": alone_s, "peak_device_bytes": peak_bytes}

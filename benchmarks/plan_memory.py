@@ -72,6 +72,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4},
 }
 _KINDS = {"bert": "masked", "t5": "seq2seq"}
+_PLACED = ("parameters", "optimizer", "activations", "graphs", "device_memory")
+_CHOSEN = (
+    *("precision", "micro_batch_size", "recompute", "max_grad_norm"),
+    *("zero_stage", "head_chunk_bytes", "sequence_tile"),
+)
+"""Fields of a case that are fields of the placement, and of the settings."""
 
 
 @dataclass(frozen=True)
@@ -115,27 +121,9 @@ class Case:
     def settings(self, folder: str) -> Settings:
         section = OptimizerSection(name=self.rule, lr=1e-3, states=self.states)  # type: ignore[arg-type]
         rule = make_rule(self.rule, dict(section))
-        placement = Placement(
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            activations=self.activations,
-            graphs=self.graphs,
-            device_memory=self.device_memory,
-            host_memory="64GiB",
-            nvme_dir=folder,
-        )
-        return Settings(
-            optimizer=rule,
-            placement=placement,
-            precision=self.precision,
-            micro_batch_size=self.micro_batch_size,
-            recompute=self.recompute,
-            max_grad_norm=self.max_grad_norm,
-            zero_stage=self.zero_stage,
-            head_chunk_bytes=self.head_chunk_bytes,
-            sequence_tile=self.sequence_tile,
-            device="cpu",
-        )
+        placed, chosen = ({name: getattr(self, name) for name in names} for names in (_PLACED, _CHOSEN))
+        placement = Placement(**placed, host_memory="64GiB", nvme_dir=folder)
+        return Settings(optimizer=rule, placement=placement, device="cpu", **chosen)
 
     def batch(self, rank: int) -> dict[str, torch.Tensor]:
         rows = self.rows // self.ranks
