@@ -192,15 +192,15 @@ class ChunkedHead:
         with forwards_replaced({self._base: lambda *_args, **_kwargs: output}):
             return self._model(**inputs)
 
-    def mean_loss(self, state: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
+    def mean_loss(self, host: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         """Run forward and backward through the head. Return the loss, fp32."""
         labels, slopes = inputs.batch["labels"], None
         if torch.is_grad_enabled():
             # The loss is the negative mean, so the slopes are known before the log-probabilities.
             slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
-        return -self._backward(state, inputs, slopes) / tokens
+        return -self._backward(host, inputs, slopes) / tokens
 
-    def loss_from_log_probs(self, state: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
+    def loss_from_log_probs(self, host: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         """Return the loss that `compute_loss` computes from all target log-probabilities; otherwise like `mean_loss`.
 
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
@@ -214,16 +214,16 @@ class ChunkedHead:
                 del part  # the logits of one chunk at a time
         loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
-            self._backward(state, inputs, slopes)
+            self._backward(host, inputs, slopes)
         return loss
 
-    def _backward(self, state: Host, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
+    def _backward(self, host: Host, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
         """Run forward and backward of every chunk. Return the sum of the log-probabilities, fp32."""
         gradient, total = inputs.gradient, torch.zeros((), dtype=torch.float32, device=inputs.batch["labels"].device)
-        with state.gradients.repeated(state.regions):
+        with host.gradients.repeated(host.regions):
             for part in self.parts(inputs, slopes):
                 if part.gradient is not None:
-                    state.runner.backward(part.logits, part.gradient, part.leaf)
+                    host.runner.backward(part.logits, part.gradient, part.leaf)
                 if gradient is not None and part.leaf.grad is not None:
                     gradient.view(-1, gradient.shape[-1])[part.places] = part.leaf.grad[0, : len(part.places)]
                 total += part.log_probs.sum()

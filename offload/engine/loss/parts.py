@@ -30,9 +30,9 @@ class Losses:
     in memory. `has_backward`: a backward follows, so a loss must be a tensor.
     """
 
-    def __init__(self, state: Flow, chunk_bytes: int | None, has_backward: bool = True) -> None:
-        self._model = state.model
-        self._state = state
+    def __init__(self, flow: Flow, chunk_bytes: int | None, has_backward: bool = True) -> None:
+        self._model = flow.model
+        self._flow = flow
         self.chunk_bytes = chunk_bytes
         self.has_backward = has_backward
         self.num_chunks = 1
@@ -40,7 +40,7 @@ class Losses:
     @property
     def is_called_per_micro_batch(self) -> bool:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
-        return self._state.execution_mode.cut == "calls"
+        return self._flow.execution_mode.cut == "calls"
 
     def total(
         self, inputs: PassInputs, chunk_tokens: int | None = None, *, runs_backward: bool = False
@@ -66,7 +66,7 @@ class Losses:
 
     def _count_passes(self, inputs: PassInputs) -> int:
         """Return the number of passes. A pass has a row or a group of rows on every rank."""
-        group, is_whole = as_loss(inputs.loss_fn).group, self._state.execution_mode.cut == "whole"
+        group, is_whole = as_loss(inputs.loss_fn).group, self._flow.execution_mode.cut == "whole"
         fewest = min(rank.rows // group for rank in inputs.plan.ranks)
         if is_whole:
             return 1
@@ -89,20 +89,20 @@ class Losses:
             part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
             agreed = PassPlan([part], 0)
             if plan.has_peers:
-                agreed = agree_on_pass(self._state.comm, part)
+                agreed = agree_on_pass(self._flow.comm, part)
             part_plan = replace(agreed, step=plan)
             yield replace(inputs, plan=part_plan, batch=batch, labels=labels)
 
     def _pass(self, inputs: PassInputs, chunk_tokens: int | None, runs_backward: bool) -> torch.Tensor:
         """Run the model over the rows of one pass; return this rank's part of the loss."""
         plan, batch = inputs.plan, inputs.batch
-        runner = self._state.runner
+        runner = self._flow.runner
         own = plan.ranks[plan.rank]
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
         # The next label of a rank's last token is on another rank: only the head in chunks receives this label.
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
-                f"train.sequence_parallel is {self._state.attention.size}, but the model runs on one micro-batch "
+                f"train.sequence_parallel is {self._flow.attention.size}, but the model runs on one micro-batch "
                 "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
                 "then: set --train.sequence_parallel 1, or --train.micro_batch_size none."
             )
@@ -110,9 +110,9 @@ class Losses:
             with _leaves(inputs.batch) as batch:
                 return self._total_of_calls(replace(inputs, batch=batch), runs_backward)
         num_parts, rows = 1, own.rows
-        if self._state.execution_mode.cut == "units":
+        if self._flow.execution_mode.cut == "units":
             num_parts, rows = plan.num_parts, own.micro_rows
-        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
+        total = torch.zeros((), dtype=torch.float32, device=self._flow.device.torch_device)
         # The backward runs inside `micro_batches` too: units cut the batch there as in the forward.
         with runner.as_engine_calls(), runner.micro_batches(own.rows, rows, num_parts):
             if chunk_tokens is None:
@@ -134,7 +134,7 @@ class Losses:
         plan, batch = inputs.plan, inputs.batch
         rule, weight = inputs.rule, inputs.weight
         own = plan.ranks[plan.rank]
-        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
+        total = torch.zeros((), dtype=torch.float32, device=self._flow.device.torch_device)
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
         if inputs.labels is None:
             # Without labels the count is of rows or elements, the same number for each row.
@@ -159,17 +159,17 @@ class Losses:
             elif loss_fn is None and rule.takes_count:
                 # A loss with a count divides a sum, so the parts add up unscaled.
                 share, extra = 1.0, {"num_items_in_batch": inputs.num_targets}
-            with self._state.runner.as_engine_calls():
+            with self._flow.runner.as_engine_calls():
                 loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
             loss = _scale(loss, share, inputs)
             if runs_backward and loss.requires_grad:
-                self._state.runner.backward(loss)
+                self._flow.runner.backward(loss)
             total += loss.detach().to(torch.float32)
         return total
 
     def chunk_tokens(self, inputs: PassInputs) -> int:
         """Return the tokens per head chunk; 0 if the logits are computed at once."""
-        is_whole = not (as_loss(inputs.loss_fn).needs.allows_chunks and self._state.execution_mode.chunks)
+        is_whole = not (as_loss(inputs.loss_fn).needs.allows_chunks and self._flow.execution_mode.chunks)
         if inputs.head is None or is_whole or (self.chunk_bytes is None and inputs.shared is None):
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
@@ -192,7 +192,7 @@ class Losses:
         plan, batch = inputs.plan, inputs.batch
         assert head is not None
         assert inputs.labels is not None
-        state, copy_to_device = self._state, self._state.device.copy_to_device
+        flow, copy_to_device = self._flow, self._flow.device.copy_to_device
         if inputs.shared is None:
             targets = next_labels({"labels": inputs.labels})
         else:
@@ -203,7 +203,7 @@ class Losses:
         )
         chunks = build_chunks(targets, size, max(1, -(-max_targets // size)), copy_to_device)
         self.num_chunks = len(chunks)
-        with state.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
+        with flow.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
             output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
             gradient = None
@@ -211,15 +211,15 @@ class Losses:
                 gradient = hidden.new_zeros(hidden.shape)
             head_inputs = HeadInputs(output, batch, chunks, gradient)
             if gradient is not None:
-                state.runner.check_writes()  # the head's gradients may be updated at once
-            with state.runner.whole_batch():
+                flow.runner.check_writes()  # the head's gradients may be updated at once
+            with flow.runner.whole_batch():
                 if loss.needs is Needs.LOG_PROBS:
                     compute_loss = partial(self._loss_and_gradient, inputs, loss)
-                    total = head.loss_from_log_probs(state, head_inputs, compute_loss)
+                    total = head.loss_from_log_probs(flow, head_inputs, compute_loss)
                 else:
-                    total = head.mean_loss(state, head_inputs, inputs.num_targets)
+                    total = head.mean_loss(flow, head_inputs, inputs.num_targets)
             if gradient is not None:
-                state.runner.backward(hidden, gradient)
+                flow.runner.backward(hidden, gradient)
         return total
 
     def _loss_and_gradient(

@@ -127,7 +127,7 @@ class NoDropoutMode(TorchFunctionMode):
 
 @contextmanager
 def isolated(
-    state: Host, roots: Mapping[str, Any] = MappingProxyType({}), snapshot: Snapshot | None = None
+    host: Host, roots: Mapping[str, Any] = MappingProxyType({}), snapshot: Snapshot | None = None
 ) -> Iterator[Snapshot]:
     """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
@@ -135,26 +135,26 @@ def isolated(
     of a surrounding context, for the next of several runs from the same state; a new one takes longer than the rest.
     """
     if snapshot is None:
-        roots = {"": state.model, **roots}
-        snapshot = Snapshot(state.device, state.runner.is_weight, roots=roots, settle=state.settle)
-    versions = state.slots.versions()
+        roots = {"": host.model, **roots}
+        snapshot = Snapshot(host.device, host.runner.is_weight, roots=roots, settle=host.settle)
+    versions = host.slots.versions()
     try:
         with (
-            state.runner.as_engine_calls(),
-            state.stages.paused(),
+            host.runner.as_engine_calls(),
+            host.stages.paused(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # puts the mode back, whatever a run leaves
         ):
             yield snapshot
     finally:
         snapshot.put_back()
-    state.slots.restore(versions)
+    host.slots.restore(versions)
 
 
 class PassComparator:
     """Runs equivalence checks."""
 
-    def __init__(self, state: Flow, precision: str) -> None:
-        self._state = state
+    def __init__(self, flow: Flow, precision: str) -> None:
+        self._flow = flow
         self._is_half = precision == "bf16"
 
     def compare(self, passes: PassPair, *, is_exact: bool = True) -> EquivalenceResult:
@@ -164,12 +164,12 @@ class PassComparator:
         sample other random numbers than the whole; the same holds between ranks. Dropout is then disabled, and if the
         model samples in other ways, the check uses forwards in eval mode.
         """
-        state = self._state
-        has_equal_samples = is_exact and not state.runner.has_peers
+        flow = self._flow
+        has_equal_samples = is_exact and not flow.runner.has_peers
         sampling_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if not has_equal_samples:
             sampling_context = NoDropoutMode
-        with state.runner.saved.trial_mode(), isolated(state, passes.roots) as snapshot:
+        with flow.runner.saved.trial_mode(), isolated(flow, passes.roots) as snapshot:
 
             def run(passes_of: Callable[[PassPair, Snapshot], PassObservations]) -> PassObservations:
                 """Each run ends with `put_back`, also of modes: a context for several runs would be lost."""
@@ -177,8 +177,8 @@ class PassComparator:
                     return passes_of(passes, snapshot)
 
             plain = run(self._run_plain)
-            if not has_equal_samples and state.comm.any(plain.has_sampled, "random numbers of a trial run"):
-                sampling_context = partial(in_eval_mode, state.model)  # some models refuse a backward in eval mode
+            if not has_equal_samples and flow.comm.any(plain.has_sampled, "random numbers of a trial run"):
+                sampling_context = partial(in_eval_mode, flow.model)  # some models refuse a backward in eval mode
                 plain = run(self._run_plain)
             streamed = run(self._run_streamed)
             result = self._settle(plain, streamed, is_exact)
@@ -204,25 +204,25 @@ class PassComparator:
             all(map(math.isfinite, plain.losses)),
             streamed.error is not None,
         )
-        ranks = self._state.comm.gather_objects(own, "result of the equivalence check")
+        ranks = self._flow.comm.gather_objects(own, "result of the equivalence check")
         differences, are_repeatable, are_conclusive, have_failed = zip(*ranks, strict=True)
         difference = own.difference or ("another rank's pass differs" if any(differences) else "")
         return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive), any(have_failed))
 
     def _run_plain(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
-        state, observations = self._state, PassObservations()
-        resident = [unit for unit in state.units if unit.resident]
+        flow, observations = self._flow, PassObservations()
+        resident = [unit for unit in flow.units if unit.resident]
         for number in range(passes.num_passes):
             snapshot.put_back_generators()
 
             def install(unit: Unit, number: int = number) -> None:
                 passes.install(unit, number)
 
-            plain = PlainPass(state, install)
+            plain = PlainPass(flow, install)
             # Resident units are not called through the router: their weights of this pass stay during the whole pass.
             with (
                 ExitStack() as undo,
-                state.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),
+                flow.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),
                 plain.open(),
             ):
                 for unit in resident:
@@ -230,20 +230,20 @@ class PassComparator:
                     passes.install(unit, number)
                 loss = passes.run_plain()
                 if passes.has_backward and loss.requires_grad:
-                    state.runner.backward(loss, None, *plain.weights.values(), *passes.leaves)
+                    flow.runner.backward(loss, None, *plain.weights.values(), *passes.leaves)
                 observations.losses.append(float(loss.detach()))
                 del loss
         return self._conclude(observations, snapshot)
 
     def _run_streamed(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
-        state, observations = self._state, PassObservations()
-        with state.router.trial_mode(observations.wrap_calls(state.router.stream), observations.add_gradient):
+        flow, observations = self._flow, PassObservations()
+        with flow.router.trial_mode(observations.wrap_calls(flow.router.stream), observations.add_gradient):
             try:
                 observations.losses += [float(loss.detach()) for loss in passes.run_streamed()]
             except (*ENGINE_ERRORS, UnrecordedCallError):
                 raise
             except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
-                state.runner.has_failed = False
+                flow.runner.has_failed = False
                 observations.error = error
         return self._conclude(observations, snapshot)
 
@@ -303,7 +303,7 @@ class PassComparator:
     ) -> str:
         """Return the parameter with the largest gradient error, if above the tolerance."""
         worst, text = 1.0, ""
-        for unit in self._state.units:
+        for unit in self._flow.units:
             pieces = [piece for region in unit.regions for piece in region.pieces]
             ones, others = ([each.gradients.get(piece) for piece in pieces] for each in (plain, streamed))
             deviations = gradient_deviations(ones, others, allowed)
@@ -314,7 +314,7 @@ class PassComparator:
                 mine, theirs = ("none" if g is None else f"norm {g.norm:.6g}" for g in (one, other))
                 worst = deviation
                 text = (
-                    f"the gradient of {self._state.infos[piece.parameter].name} in unit {unit.name} has {mine} in "
+                    f"the gradient of {self._flow.infos[piece.parameter].name} in unit {unit.name} has {mine} in "
                     f"plain PyTorch and {theirs} in the engine"
                 )
                 if one is None or other is None:

@@ -62,8 +62,9 @@ class KnownPasses:
     another engine, not yet checked here; None: nothing is from another engine. All kinds are strings.
     """
 
-    def __init__(self, state: Flow, rows: Rows | None) -> None:
-        self._state, self.rows = state, rows
+    def __init__(self, flow: Flow, rows: Rows | None) -> None:
+        self._flow = flow
+        self.rows = rows
         self.results: dict[str, TrialResult] = {}
         self.choices: dict[str, dict[str, set[int]]] = {}
         self.constant_keys: dict[str, set[str]] = {}
@@ -74,7 +75,7 @@ class KnownPasses:
         self.modes = 0
         self._modes: tuple[list[bool], list[int]] = ([], [])  # training modes and frozen parameters behind `modes`
         self._hooks: list[tuple[int, str]] = []  # (number of the module, name), at the last recording or call
-        self._modules = list(state.model.modules())
+        self._modules = list(flow.model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self.configs = list(configs.values())
 
@@ -142,7 +143,7 @@ class KnownPasses:
 
     def update_modes(self) -> bool:
         """Store the current modes. Return True if they changed."""
-        modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
+        modes = [module.training for module in self._modules], sorted(self._flow.snapshot.frozen)
         if modes == self._modes:  # first, because each step asks, and a hash takes longer
             return False
         before = self.modes
@@ -171,7 +172,7 @@ class KnownPasses:
 
     def adopt(self, kinds: Mapping[str, Any]) -> None:
         """Take over the `kinds` of another engine, with lists in place of sets. Their first uses are checked."""
-        model, splitting = self._state.model, self._state.splitting
+        model, splitting = self._flow.model, self._flow.splitting
         self.results = {
             kind: TrialResult(LossRule(*rule), head and ChunkedHead.of(model, head[0], head[1], splitting), obstacle)
             for kind, (rule, head, obstacle) in kinds["results"].items()
@@ -209,7 +210,7 @@ class KnownPasses:
     def _check_key(self, inputs: PassInputs, has_chunks: bool) -> str:
         rank_batch = inputs.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in rank_batch.shapes)
-        modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._state.execution_mode).values()
+        modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._flow.execution_mode).values()
         return repr((rank_batch.operation, names, rank_batch.has_loss_function, inputs.cuts, has_chunks, modes, *mode))
 
 

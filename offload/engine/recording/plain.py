@@ -23,10 +23,10 @@ class PlainPass:
     Weights saved in the graph are copied to the device again for the backward. All other saved tensors stay.
     """
 
-    def __init__(self, state: Flow, install: Callable[[Unit], None]) -> None:
+    def __init__(self, flow: Flow, install: Callable[[Unit], None]) -> None:
         """`install`: installs the unit weights, already on the device, in the module."""
-        self._runner = state.runner
-        self._slots = state.slots
+        self._runner = flow.runner
+        self._slots = flow.slots
         self._install = install
         self.weights: dict[int, torch.nn.Parameter] = {}
         """Installed weights by `id`."""

@@ -23,10 +23,10 @@ _Result = TypeVar("_Result")
 class Samples:
     """Takes samples from batches. `rows`: configured row axes, or None."""
 
-    def __init__(self, state: Flow, rows: Rows | None) -> None:
-        self._state = state
+    def __init__(self, flow: Flow, rows: Rows | None) -> None:
+        self._flow = flow
         self._rows = rows  # row axes of the values, as configured
-        self._has_peers = state.runner.has_peers
+        self._has_peers = flow.runner.has_peers
 
     def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
         """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.
@@ -62,7 +62,7 @@ class Samples:
 
     def _is_text(self, form: BatchForm, batch: Batch) -> bool:
         """True if all batch values are tensors [rows, tokens]."""
-        if not hasattr(self._state.model, "config") or form.is_whole or not form.has_leading_rows(batch):
+        if not hasattr(self._flow.model, "config") or form.is_whole or not form.has_leading_rows(batch):
             return False
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
@@ -73,7 +73,7 @@ class Samples:
         Priority: a rank that departed from the recorded behaviour, a rank with an unrecorded batch, more rows, more
         padding, the lowest rank.
         """
-        comm = self._state.comm
+        comm = self._flow.comm
         if not self._has_peers:
             return 0
         form = BatchForm.of(batch, self._rows)
@@ -99,11 +99,11 @@ class Samples:
         if not self._has_peers:
             return build()
         host = self.compute_on_leader(leader, lambda: map_tensors(torch.Tensor.cpu, build()))
-        return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
+        return map_tensors(lambda tensor: tensor.to(self._flow.device.torch_device), host)
 
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
-        comm = self._state.comm
+        comm = self._flow.comm
         own: Any = None
         if comm.rank == leader:
             own = compute()

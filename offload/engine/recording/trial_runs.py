@@ -60,13 +60,13 @@ class TrialRuns:
     Every pass restores weights, buffers, random generators and counters.
     """
 
-    def __init__(self, state: Flow, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
-        self._state = state
-        self._model = state.model
+    def __init__(self, flow: Flow, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
+        self._flow = flow
+        self._model = flow.model
         self._has_backward = has_backward
         self._may_cut_rows = may_cut_rows
         self.known = known
-        self.samples = Samples(state, known.rows)
+        self.samples = Samples(flow, known.rows)
 
         # Of the present recording.
         self.is_complete = True
@@ -125,7 +125,7 @@ class TrialRuns:
                 difference = own.obstacle
             if replace(own, counts_rows=other.counts_rows, obstacle=other.obstacle) != other:
                 difference = "the loss counts targets in another way"
-        found = self._state.comm.gather_objects(difference, "rule of a loss")
+        found = self._flow.comm.gather_objects(difference, "rule of a loss")
         return next(filter(None, found), "")
 
     def take_sample(self, inputs: PassInputs) -> Batch:
@@ -145,7 +145,7 @@ class TrialRuns:
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
-        if self._state.comm.rank != leader:
+        if self._flow.comm.rank != leader:
             form = leader_form
         self.known.constant_keys.pop(kind, None)
         if not form.is_whole:
@@ -166,7 +166,7 @@ class TrialRuns:
                 if is_text:
                     raise
                 self.forget_traffic()
-                self._state.runner.has_failed = False
+                self._flow.runner.has_failed = False
                 rows_text = " and ".join(map(str, ROWS))
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
@@ -211,7 +211,7 @@ class TrialRuns:
 
     def _record_on(self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[list[Batch]]) -> None:
         variants_before = [
-            (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._state.units
+            (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._flow.units
         ]
         self._recorded_losses.clear()
 
@@ -235,7 +235,7 @@ class TrialRuns:
         shared: Snapshot | None = None
 
         def run(inputs: Batch, **extra: Any) -> Any:
-            with isolated(self._state, self._roots, shared):  # each run starts from the same state
+            with isolated(self._flow, self._roots, shared):  # each run starts from the same state
                 return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
         loss = as_loss(loss_fn)
@@ -249,17 +249,17 @@ class TrialRuns:
             nonlocal shared
             head = shared = None
             # Dropout would blur the comparisons.
-            with isolated(self._state, self._roots), in_eval_mode(self._model), torch.set_grad_enabled(has_graph):
+            with isolated(self._flow, self._roots), in_eval_mode(self._model), torch.set_grad_enabled(has_graph):
                 # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
                 # enough, as slow as a normal run: reads do not depend on the labels.
                 trials = LabelTrials(self._model, run, self._recorded_losses)
                 self._run_until_settled(lambda _: trials.learn(probe))
-                with isolated(self._state, self._roots) as shared:
+                with isolated(self._flow, self._roots) as shared:
                     rule = probe_loss(self._model, probe, trials, loss_fn)
                     if rule is not None and self._may_cut_rows and not form.is_whole:
                         rule = self._find_weights(probe, rule, trials, form, loss_fn)
                     if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                        head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
+                        head = find_chunked_head(self._model, probe, trials, trials.output, self._flow.splitting)
             return rule, head
 
         try:
@@ -269,7 +269,7 @@ class TrialRuns:
         except Exception:  # a forward that asks for its graph, as by h.register_hook, runs with one alone
             if not self._has_backward:
                 raise
-            with self._state.runner.saved.trial_mode():
+            with self._flow.runner.saved.trial_mode():
                 rule, head = probe_with(True)
         self.forget_traffic()
         return rule, head
@@ -278,7 +278,7 @@ class TrialRuns:
         self, probe: Batch, rule: LossRule, trials: LabelTrials, form: BatchForm, loss_fn: LossFunction | None
     ) -> LossRule:
         """Return the rule with the weights of parts. Trials only if the outputs do not depend on the labels."""
-        model, comm = self._model, self._state.comm
+        model, comm = self._model, self._flow.comm
         takes_labels = loss_fn is None or "labels" in select_inputs(model, probe, loss_fn)
         if takes_labels and trials.output is None:
             return rule
@@ -323,7 +323,7 @@ class TrialRuns:
         self._foreign_decisions &= {*loss_decisions}
         self.known.results.clear()
         self.known.choices.clear()
-        for unit in self._state.units:
+        for unit in self._flow.units:
             unit.variants.clear()
         self.is_complete = True
 
@@ -353,7 +353,7 @@ class TrialRuns:
         self.is_complete = False
         self._is_training = True
         self._roots = {"arguments": (call.args, call.kwargs)}
-        if self._state.stages.needs_short_recording:
+        if self._flow.stages.needs_short_recording:
             self._record_few(self.samples.call_samples(call)[:-1])
         with self._with_dtypes_explained(call.args, call.kwargs):
             self._record([(0, call.run_on_copies)] * 2)
@@ -372,7 +372,7 @@ class TrialRuns:
             yield
         except RuntimeError as error:
             tensors = Arguments((given, {})).tensors
-            changed = any(info.compute == "bf16" and not info.bf16_source for info in self._state.infos)
+            changed = any(info.compute == "bf16" and not info.bf16_source for info in self._flow.infos)
             wide = next((tensor for tensor in tensors if tensor.dtype == torch.float32), None)
             is_inside = wide is None and {"float", "c10::BFloat16"} <= set(_DTYPE_NAME.findall(str(error)))
             if isinstance(error, ENGINE_ERRORS) or not changed or (wide is None and not is_inside):
@@ -396,7 +396,7 @@ class TrialRuns:
             roots = {"arguments": (call.args, call.kwargs)}
 
             def run(_: Recording) -> None:
-                with isolated(self._state, roots):
+                with isolated(self._flow, roots):
                     call.run_on_copies()
 
             with self._with_dtypes_explained(call.args, call.kwargs):
@@ -409,53 +409,53 @@ class TrialRuns:
 
         The recording then covers units whose trial on all rows would take too much memory.
         """
-        state, is_known = self._state, bool(samples)
+        flow, is_known = self._flow, bool(samples)
         for sample in samples:
             try:
                 self._record([(0, sample.run_on_copies)])
             except ENGINE_ERRORS:
                 raise
             except Exception:
-                state.runner.has_failed = is_known = False
-        if state.comm.any(not is_known, "outcome of a sample call"):
-            for variant in (variant for unit in state.units for variant in unit.variants.values()):
+                flow.runner.has_failed = is_known = False
+        if flow.comm.any(not is_known, "outcome of a sample call"):
+            for variant in (variant for unit in flow.units for variant in unit.variants.values()):
                 variant.learned.clear()  # from another mode
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
         begin: Callable[..., Recording] = FirstPass
-        state = self._state
+        flow = self._flow
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> None:
-                with isolated(state, self._roots), state.router.trial_mode(recording.call), torch.enable_grad():
+                with isolated(flow, self._roots), flow.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
 
             recording = self._run_until_settled(record, partial(begin, rows=rows))
             if self._is_training:
                 recording.refuse_writes()
             begin = partial(SecondPass, before=recording)
-        state.stages.check()
+        flow.stages.check()
         self.known.update_modes()
         self.forget_traffic()
 
     def forget_traffic(self) -> None:
         """Discard fetched weights and transfer counters, so that the first step fetches and counts all weights."""
-        self._state.executor.forget()
-        self._state.lanes.timeline.discount("h2d", "nvme_read")
-        self._state.counters.clear()
+        self._flow.executor.forget()
+        self._flow.lanes.timeline.discount("h2d", "nvme_read")
+        self._flow.counters.clear()
 
     def _run_until_settled(
         self, run: Callable[[Recording], object], begin: Callable[[Sequence[Unit], UnitRunner], Recording] = FirstPass
     ) -> Recording:
         """Return the recording of a run. Repeat with more resident units until no unit is read from outside."""
         while True:
-            recording = begin(self._state.units, self._state.runner)
+            recording = begin(self._flow.units, self._flow.runner)
             try:
-                with self._state.ownership.watched(recording.note_read), UseDetector(recording):
+                with self._flow.ownership.watched(recording.note_read), UseDetector(recording):
                     run(recording)
             except ConfigError:
-                self._state.runner.weights_changed()
+                self._flow.runner.weights_changed()
                 raise
             except Exception:  # filler values replaced the weights, so any error is possible
                 if not recording.outside_readers:
@@ -464,11 +464,11 @@ class TrialRuns:
                 if not recording.outside_readers:
                     recording.note_writes()
                     if recording.written:  # copy the weights to the device again
-                        slots, written = self._state.slots, recording.written
+                        slots, written = self._flow.slots, recording.written
                         slots.refresh([region for unit in written for region in unit.regions], always=True)
                         slots.compute_after_resident()
                     return recording
-            self._state.make_resident(recording.outside_readers)
+            self._flow.make_resident(recording.outside_readers)
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:

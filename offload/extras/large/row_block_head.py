@@ -43,24 +43,24 @@ class RowBlockHead(ChunkedHead):
         self._blocks = blocks
         self.num_logits = blocks.most_rows  # of a token at one time: chunks are sized by it
 
-    def mean_loss(self, state: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
+    def mean_loss(self, host: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             slopes = torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
             return -values.sum() / tokens, slopes
 
-        return self.loss_from_log_probs(state, inputs, mean)
+        return self.loss_from_log_probs(host, inputs, mean)
 
-    def loss_from_log_probs(self, state: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
+    def loss_from_log_probs(self, host: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         targets, gradient = self._targets(inputs), inputs.gradient
         loss, slopes = compute_loss(self._label_log_probs(targets, inputs.batch))
         if slopes is None:
             return loss
         total = None if gradient is None else torch.zeros_like(gradient, dtype=torch.float32).flatten(0, 1)
         for number in reversed(range(len(self._blocks.blocks))):  # the last one is still on the device
-            regions = next(unit.regions for unit in state.units if unit.module is self._blocks.blocks[number])
-            with state.gradients.repeated(regions):  # the sum over chunks leaves the device once
+            regions = next(unit.regions for unit in host.units if unit.module is self._blocks.blocks[number])
+            with host.gradients.repeated(regions):  # the sum over chunks leaves the device once
                 for each in targets:
-                    self._backward_over(number, state, inputs, each, slopes, total)
+                    self._backward_over(number, host, inputs, each, slopes, total)
         if gradient is not None and total is not None:
             gradient.copy_(total.view_as(gradient))
         return loss
@@ -103,7 +103,7 @@ class RowBlockHead(ChunkedHead):
     def _backward_over(
         self,
         number: int,
-        state: Host,
+        host: Host,
         inputs: HeadInputs,
         targets: _Targets,
         slopes: torch.Tensor,
@@ -124,7 +124,7 @@ class RowBlockHead(ChunkedHead):
         gradient.scatter_add_(1, column[:, None], is_inside[:, None].to(gradient.dtype))
         gradient *= slopes.flatten()[places][:, None]
         gradient[num:] = 0
-        state.runner.backward(logits, gradient.to(logits.dtype), leaf)
+        host.runner.backward(logits, gradient.to(logits.dtype), leaf)
         if total is not None and leaf.grad is not None:
             total[places[:num]] += leaf.grad[0, :num]
 
