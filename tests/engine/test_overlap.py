@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from offload import Engine
 from tests.cases.models import build, llama, tokens
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, steps_of
 
 MODES: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": None},
@@ -39,3 +40,13 @@ def test_another_order_departs_and_is_learned_anew() -> None:
         return losses
 
     assert run(debug=1) == run(prefetch=0)
+
+
+def test_updates_come_in_the_order_of_the_next_step() -> None:
+    with Engine(build(llama)) as engine:
+        engine.step(tokens())
+        first_use = steps_of(engine).method._first_use()
+        streamed = [unit for unit in parts_of(engine).units if not unit.resident]
+        uses = [first_use(region) for unit in streamed for region in unit.regions]
+    assert uses == sorted({*uses}), "one use a unit, in the order of the model"
+    assert uses[-1] < math.inf
