@@ -56,7 +56,7 @@ class Contender:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--n", default="64Mi", help="number of parameters, for example 64Mi (default %(default)s)")
     parser.add_argument(
         "--threads",

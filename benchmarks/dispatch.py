@@ -122,7 +122,7 @@ class Model(nn.Module):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--forward", type=float, default=0.05, help="seconds of a forward (default %(default)s)")

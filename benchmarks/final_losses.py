@@ -73,7 +73,7 @@ EXPERIMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

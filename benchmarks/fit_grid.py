@@ -249,7 +249,7 @@ def written(document: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     parser.add_argument("--workers", type=int, default=os.cpu_count())

@@ -303,7 +303,7 @@ def calls_by_function(sim: Any, case: str, kind: str) -> list[Result]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=31, help="for the CPU times (default %(default)s)")
     parser.add_argument("--functions", choices=("python", "c"), help="the calls of the first case by function instead")

@@ -37,7 +37,7 @@ _Row = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--only", nargs="+", metavar="PART", help="configurations in whose names one of these is")
 
 

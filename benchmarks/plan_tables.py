@@ -48,7 +48,7 @@ Changes = Iterable[Mapping[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="some of the models alone")
 

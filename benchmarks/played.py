@@ -85,7 +85,7 @@ QUICK = {"layers": 4, "rounds": 1, "steps": 1, "tokens": [4096], "devices": ["H2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the options."""
     parser.add_argument("--layers", type=int, default=12, help="of the model (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each case, in turns (default %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="in a block of 16k tokens a step; half for more")
