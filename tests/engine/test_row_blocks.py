@@ -102,8 +102,11 @@ def test_blocks_compute_what_the_whole_weight_does(dtype: torch.dtype) -> None:
     for wrong in (-1, borders[-1]):
         with pytest.raises(IndexError):
             cut.embedding(torch.tensor([wrong]))
+    foreign = torch.randn(borders[-1], dtype=dtype)  # of a layer that shares the weight alone
+    one_block = functional.linear(given, weight[128:384])
     with cut.only(1):
-        assert same_bits(cut.linear(given), functional.linear(given, weight[128:384]))
+        assert same_bits(cut.linear(given), one_block)
+        assert same_bits(cut.linear(given, foreign), one_block + foreign[128:384])
 
 
 @pytest.mark.slow

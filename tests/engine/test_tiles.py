@@ -68,12 +68,22 @@ class BlockOf(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         q = self.mix(h)
         h = h + functional.scaled_dot_product_attention(q, q, h, is_causal=True)
-        return h + self.part(h)
+        return h + self.apply_part(h)
+
+    def apply_part(self, h: Tensor) -> Tensor:
+        return self.part(h)
 
 
-def stack(part: Callable[[], nn.Module] = Part, seed: int = 0) -> nn.Module:
+class FlatBlockOf(BlockOf):
+    """Flattens the rows of a batch for its part, as the blocks of some models do for their MLP."""
+
+    def apply_part(self, h: Tensor) -> Tensor:
+        return self.part(h.flatten(0, 1)).view_as(h)
+
+
+def stack(part: Callable[[], nn.Module] = Part, seed: int = 0, block: Callable[..., nn.Module] = BlockOf) -> nn.Module:
     torch.manual_seed(seed)
-    return Stack(lambda: BlockOf(part()), depth=2).train()
+    return Stack(lambda: block(part()), depth=2).train()
 
 
 # -- modules that may run over tiles -------------------------------------------------------------------------
@@ -156,8 +166,9 @@ def test_a_module_that_is_no_function_of_rows_is_left_whole_and_named(part: str)
         engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
 
 
-def test_a_function_of_rows_is_found() -> None:
-    with Engine(stack(), sequence_tile=5) as engine:
+@pytest.mark.parametrize("block", [BlockOf, FlatBlockOf])
+def test_a_function_of_rows_is_found(block: Callable[..., nn.Module]) -> None:
+    with Engine(stack(block=block), sequence_tile=5) as engine:
         engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
         assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
         assert "over tiles of 5 tokens" in engine.told_tiles
@@ -293,6 +304,28 @@ def test_in_bf16_a_gradient_over_many_tiles_is_as_near_as_a_whole_one() -> None:
     for mine, theirs in zip(part.parameters(), exact.parameters(), strict=True):
         assert mine.grad.dtype == torch.bfloat16
         assert (mine.grad.float() - theirs.grad).norm() <= 2**-7 * theirs.grad.norm()
+
+
+class ScalesSome(nn.Module):
+    """Scales the rows that begin with a positive value. As with experts, a call without such rows reads no scale."""
+
+    def forward(self, h: Tensor, scale: Tensor) -> Tensor:
+        is_scaled = h[..., :1] > 0
+        return torch.where(is_scaled, h * scale, h) if is_scaled.any() else h.clone()
+
+
+def test_the_gradient_of_an_input_is_zero_over_a_tile_that_does_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, torch.nan))  # memory may hold zeros already
+    part = ScalesSome()
+    h = torch.ones(1, 6, WIDTH)
+    h[:, 2:5] = -1  # a tile without scaled rows, and a tile with one
+    rows = RowModule("part", part, Arguments(((h, h.clone()), {})).structure, (0, 1), 1)
+    gradients = []
+    for run in (part, TiledForward(part, [rows], 2, "cpu")):
+        scale = torch.full_like(h, 3.0).requires_grad_()
+        run(h, scale).sum().backward()
+        gradients.append(scale.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.slow

@@ -179,6 +179,25 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     assert step.device_bytes <= 300 << 20 < planned + step._on_device(Kept(step.kept.graphs | {missing[-1]}))
 
 
+def test_a_kept_graph_is_not_counted_again_in_its_own_backward() -> None:
+    """The memory of a backward is measured with a graph made again. The peak here is in the last block."""
+    device_bytes = []
+    for recompute in ("always", "never"):
+        where = config(**{"train.recompute": recompute})
+        forecaster = Forecaster(where, 1)
+        found = forecaster.predict(where, GPU, times=False)
+        work = forecaster._workload(found.config, found.prepared, 1)
+        assert isinstance(work, Workload)
+        blocks = [call for call in work.calls if call.is_block]
+        graph_bytes = blocks[0].saved_bytes
+        calls = [
+            replace(call, saved_bytes=graph_bytes, backward_temporary_bytes=2 * graph_bytes, result_bytes=0)
+            for call in blocks
+        ]
+        device_bytes.append(StepMemory(found.prepared, replace(work, calls=tuple(calls)), GPU).device_bytes)
+    assert device_bytes[1] - device_bytes[0] == (len(blocks) - 1) * graph_bytes * work.num_micro_batches > 0
+
+
 def test_more_ranks_share_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
     one, two = (Forecaster(where, n).predict(where, GPU, times=False).memory for n in (1, 2))

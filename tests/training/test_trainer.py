@@ -15,13 +15,14 @@ import transformers
 
 from offload.app import environment
 from offload.app.config.config import Config
+from offload.app.training import planner
 from offload.app.training.records import describe_streaming
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
 from offload.engine.gradients import policies, updates
-from offload.errors import ConfigError, NonFiniteError
+from offload.errors import ConfigError, DoesNotFitError, NonFiniteError
 from offload.export import main as export_command
 from offload.extras.plan import alternatives
 from offload.lanes.timeline import Span, Timeline
@@ -220,6 +221,21 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(run: Any, tmp_path: P
     with before_step(1, RuntimeError("on purpose")), pytest.raises(RuntimeError, match="on purpose"):
         run("failed")
     assert not (tmp_path / "failed").exists()
+
+
+def test_a_step_without_room_is_told_with_the_change_of_the_plan(
+    run: Any, before_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan has counted all that a step needs, the error only the first memory without room."""
+
+    def short(config: Config, *_: Any) -> planner.RunForecast:
+        return planner.RunForecast(config, "1 MiB", "--train.batch_size 1 fits.", 1, {})
+
+    monkeypatch.setattr(planner, "PLANNERS", {"forecast": short})
+    error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
+    with before_step(1, error), pytest.raises(DoesNotFitError) as raised:
+        run("short")
+    assert str(raised.value).endswith("64 KiB too little. --train.batch_size 1 fits.")
 
 
 def test_folders_made_for_a_run_without_files_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
