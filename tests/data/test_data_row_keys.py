@@ -265,6 +265,15 @@ def test_a_part_of_content_is_as_the_template_has_it_or_refused(
         encode({"messages": row}, IN_PARTS)
 
 
+def test_a_part_with_another_flag_is_another_part(encode: Callable[..., str | list[int]]) -> None:
+    """A template may write a text by a flag beside it. A part with the flag says nothing about one without."""
+    template = IN_PARTS.replace("{{ p.thinking }}", "{{ p.thinking if p.show }}")
+    shown, hidden = ({"type": "thinking", "thinking": "T", "show": show} for show in (True, False))
+    assert "[THINK]T[/THINK]" in encode({"messages": turns(content=[shown])}, template)
+    with pytest.raises(BadRow, match="message 6 has content of type 'thinking'.* drops 'thinking'"):
+        encode({"messages": [*turns(content=[shown]), *turns(content=[hidden])]}, template)
+
+
 @pytest.mark.parametrize(
     "template", [PLAIN, PLAIN.replace("{{ m.content }}", "{{ m.content + '' }}"), BUILTIN_TEMPLATE]
 )

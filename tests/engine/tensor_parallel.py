@@ -441,7 +441,7 @@ def refuse() -> dict[str, str]:
         before = list(model.parameters())
         try:
             offload.Engine(model, *(args or (rule(),)), comm=comm, **settings)
-        except ConfigError as error:
+        except OffloadError as error:
             errors[name] = str(error)
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True)), name
 
@@ -469,6 +469,8 @@ def refuse() -> dict[str, str]:
         own_forward = build(mesh, "layers")
         own_forward.head.forward = own_forward.head.forward
         note("own_forward", own_forward)
+        # The engine has the local tensors by now, and gives back the parameters that the caller holds.
+        note("room", build(mesh, "layers"), placement=offload.Placement(device_memory="1KiB"))
         sharded = Decoder()
         fully_shard(sharded)
         note("fully_shard", sharded)

@@ -76,6 +76,7 @@ REFUSALS = {
     "buffer": "buffer table of the model is a DTensor",
     "fully_shard": "leave fully_shard out",
     "own_forward": "head has a forward of its own",
+    "room": "offload.device_memory is 1 KiB",
 }
 
 

@@ -59,6 +59,14 @@ def test_weights_are_what_they_are_dequantised_to(kind: str, dtype: torch.dtype,
     built.close()
 
 
+def test_a_scale_for_a_whole_tensor_may_have_no_axis(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", "float8")
+    wanted = fill_all(load(folder)).state_dict()
+    edit(folder, lambda its, _: its.update({k: v.view(()) for k, v in its.items() if k.endswith("_scale")}))
+    found = fill_all(load(folder)).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_they_are_what_from_pretrained_dequantises_them_to(kind: str, tmp_path: Path) -> None:
     """transformers dequantizes by default without a GPU."""

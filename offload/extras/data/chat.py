@@ -190,11 +190,11 @@ class Template:
             return
         texts = dict(_texts_of(part))
         probes = {key: f"{_PROBE}{number}" for number, key in enumerate(texts)}
-        # Parts of the same shape are written alike, whatever their texts are.
-        shape = role, part["type"], tuple(texts)
+        probe = _with_texts(part, probes)
+        # Parts that differ in texts alone are written alike. A template may ask for any other value, as for a flag.
+        shape = role, repr(probe)
         if shape not in self._parts_written:
-            turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
-            turns.append({"role": role, "content": [_with_texts(part, probes)]})
+            turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": role, "content": [probe]}]
             rendered = self._try_out(turns[1:] if role == "user" else turns)
             dropped = [key for key, probe in probes.items() if rendered is not None and probe not in rendered]
             is_list = rendered is not None and "'type': " in rendered

@@ -220,7 +220,7 @@ def _columns_to_read(file: SourceFile, data_format: Format, unread: list[str]) -
         return None
     data_format.check_columns(names, file)
     columns = [column for key in data_format.known if (column := file.columns.get(key, key)) in names]
-    unread += set(names).difference(columns, unread)
+    unread += sorted(set(names).difference(columns, unread))
     return list(dict.fromkeys(columns))
 
 

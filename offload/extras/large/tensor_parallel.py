@@ -73,7 +73,9 @@ class PartsComm(Comm):
     def squares_of_model(self, squares: Mapping[Any, float]) -> list[float]:
         own = 0.0
         if self.rank == 0:  # replicas have the same squares
-            own = sum((square for piece, square in squares.items() if self._counted[piece.parameter]), 0.0)
+            for piece, square in squares.items():  # `sum` rounds in another way from Python 3.12 on
+                if self._counted[piece.parameter]:
+                    own += square
         return [float(each) for each in self._world.sum_in_order([own], "norm of the gradients of all parts")]
 
     def folder_of(self, path: str | Path, *, of_model: bool = False) -> Path:
@@ -158,8 +160,10 @@ def _give_back(
             continue
         if id(current) not in restored:
             given = original() if current is local() else None  # the same object for an optimizer that holds it
-            tensor: Any = layouts[key].over(current.detach())
-            restored[id(current)] = given or nn.Parameter(tensor, requires_grad=current.requires_grad)
+            if given is None:
+                tensor: Any = layouts[key].over(current.detach())
+                given = nn.Parameter(tensor, requires_grad=current.requires_grad)
+            restored[id(current)] = given
         module._parameters[key] = restored[id(current)]
 
 

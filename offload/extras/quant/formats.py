@@ -454,7 +454,7 @@ def _assemble_grid(
         raise _unsupported_error(scales, f"has dtype {scales.dtype}, where only floating-point scales are supported")
     rows, width = math.prod(shape[:-1]), shape[-1]
     is_per_matrix = math.prod(scales.shape) == 1
-    grid = math.prod(scales.shape[:-1]), scales.shape[-1]
+    grid = (math.prod(scales.shape[:-1]), *scales.shape[-1:])  # a single scale may have no axis
     if is_per_matrix:
         tile = _ROWS, width
     elif block and _grid(shape, block) == grid:
