@@ -14,6 +14,8 @@ from tests.cases.features import CASES, PLACES  # noqa: E402
 from tests.cases.run import small  # noqa: E402
 from tests.contracts.contracts import CLIPS, CONTRACTS, Setting  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
+"""With this warning an engine changes to a safer way of running, in which a mistake of a feature would not show."""
 SETTINGS = list(product(PLACES, ("fp32", "bf16"), CLIPS))
 STRIDES = (7, 5, 11)
 """Strides per case, contract and repetition. They are coprime to the 24 settings, so neighbours differ in placement,

@@ -294,7 +294,7 @@ class TakesAnOptionalScale(Block):
 
 
 class CalledTwoWays(Stack):
-    """Every block is listed twice: called with one positional tensor first, and later with keywords for two tensors."""
+    """Every block is listed twice: called with a positional tensor, then with keywords for two, one without rows."""
 
     block = TakesAnOptionalScale
 
@@ -307,7 +307,7 @@ class CalledTwoWays(Stack):
         for block in blocks[:2]:
             h = block(h)
         for block in blocks[2:]:
-            h = block(scale=torch.sigmoid(h.mean(-1, keepdim=True)), h=h)
+            h = block(scale=torch.linspace(0.5, 1.5, WIDTH).to(h), h=h)
         return self.head(h)
 
 
