@@ -137,6 +137,25 @@ def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     assert step.simulate().moved_bytes["nvme_read"] != moved[2], "neither the tiles nor the blocks are shortened"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_draws_the_noise_of_mezo_by_operations_of_torch(device: str) -> None:
+    """A CPU reads the weights and writes both sides in one pass. Break: leave out the random numbers."""
+    settings = Settings(optimizer=MeZO(lr=1e-4), precision="bf16", throttle=THROTTLE)
+    its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
+    step = PlannedStep(its, found, MACHINE.with_(device=device))
+    (block,) = (unit.regions for unit in its.structure.units if unit.name == "blocks.1")
+    perturbing_s, launching_s = step._perturbing_seconds(block)
+    num_weights = sum(region.numel for region in block)
+    bytes_per_weight = perturbing_s * RATES.elementwise / num_weights
+    updating_s = step.seconds()["here"](sum(region.update_bytes(region.numel) for region in block))
+    if device == "cpu":
+        assert (bytes_per_weight, launching_s) == (pytest.approx(6), 0.0)
+        assert updating_s * RATES.elementwise / num_weights == pytest.approx(8)
+    else:
+        assert bytes_per_weight > 500
+        assert updating_s * RATES.elementwise / num_weights > 500
+
+
 @pytest.mark.parametrize(("is_cut", "runs"), [(True, 4), (False, 1)])
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))

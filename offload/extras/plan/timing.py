@@ -11,6 +11,7 @@ from math import ceil
 from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory
+from offload.extras.plan.noise import noise_costs
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate, simulate_passes
@@ -207,27 +208,35 @@ class PlannedStep:
     def _forward_only_calls(self) -> Iterator[SimulatedCall]:
         """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
 
-        A perturbation reads the weights once and writes both sides. The estimate assumes every unit participates, and
-        omits random number generation and magnitudes.
+        The estimate assumes every unit participates, and omits magnitudes.
         """
-        directions = self.settings.optimizer.num_directions
-        device_seconds = self.seconds()["here"]
-
-        def perturb_s(regions: Iterable[Region]) -> float:
-            return directions * device_seconds(3 * sum(region.weight_bytes for region in regions if region.trainable))
-
-        if stay := [unit for unit in self.units if unit.resident]:
-            yield SimulatedCall((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
+        count = self.settings.optimizer.num_directions
+        if stay := [region for unit in self.units if unit.resident for region in unit.regions]:
+            device_s, host_s = self._perturbing_seconds(stay)
+            yield SimulatedCall((), count * device_s, 0.0, count * host_s, 0.0)
         last = None
         for work in self.workload.calls:
             regions = self._regions_of(work)
-            device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
-            if regions and (directions > 1 or work.name != last):  # a repeated use keeps the weights
-                device_s += perturb_s(regions)
+            device_s, host_s = self._compute(work, [work.forward] * (2 * count))
+            if regions and (count > 1 or work.name != last):  # a repeated use keeps the weights
+                perturbing_s = self._perturbing_seconds(regions)
+                device_s += count * perturbing_s[0]
+                host_s += count * perturbing_s[1]
             last = work.name or last
             if regions:
-                host_s += 2 * directions * self._host_seconds(work)[0]
+                host_s += 2 * count * self._host_seconds(work)[0]
             yield SimulatedCall(regions, device_s, 0.0, host_s, 0.0)
+
+    def _perturbing_seconds(self, regions: Iterable[Region]) -> tuple[float, float]:
+        """Return (device seconds, host launch seconds) to perturb weights along one direction.
+
+        A CPU reads the weights and writes both sides in one pass.
+        """
+        trained = [region for region in regions if region.trainable]
+        cost = replace(NO_COST, moved_bytes=3 * sum(region.weight_bytes for region in trained))
+        if self._in_stream:
+            cost = noise_costs()[0].of(sum(region.numel for region in trained))
+        return compute_seconds(NO_WORK, [cost], 1, self.settings, self.hardware)
 
     def _host_seconds(self, work: UnitWork, watched: bool = False) -> tuple[float, float]:
         """Return the host seconds per use beyond kernel launches, (forward, backward).
@@ -380,7 +389,16 @@ class PlannedStep:
         if is_cached and "nvme_read" not in self.settings.throttles:
             # A read from the page cache is a memory copy: every byte is read and written once.
             functions["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
+        if self._in_stream and not self._has_backward:  # an update on the device draws its noise there
+            functions["here"] = self._descending_seconds
         return functions
+
+    def _descending_seconds(self, num_bytes: int) -> float:
+        """Return the seconds of MeZO's update on the device. `num_bytes`: read and written in states."""
+        trained = [region for region in self.regions if region.trainable]
+        state_bytes = sum(region.update_bytes(region.numel) for region in trained)
+        cost = noise_costs()[1].of(num_bytes * sum(region.numel for region in trained) // state_bytes)
+        return max(compute_seconds(NO_WORK, [cost], 1, self.settings, self.hardware))
 
     def _hiding_tokens(self, step: SimulatedStep) -> int | None:
         """Return `Timing.hides_from_tokens`.

@@ -26,7 +26,7 @@ ROUNDING = 3
 _NEXT = 1 << 16
 _SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every number here
 _PIECE = 1 << 16  # elements at a time: fits the CPU cache
-_PIECE_OF_DEVICE = 1 << 21  # few launches
+PIECE_OF_DEVICE = 1 << 21  # few launches
 
 
 class NoiseRange(NamedTuple):
@@ -179,5 +179,5 @@ def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice)
 
 
 def _pieces(flat: torch.Tensor) -> list[slice]:
-    step = _PIECE if flat.is_cpu else _PIECE_OF_DEVICE
+    step = _PIECE if flat.is_cpu else PIECE_OF_DEVICE
     return [slice(begin, min(begin + step, flat.numel())) for begin in range(0, flat.numel(), step)]
