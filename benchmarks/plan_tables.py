@@ -6,12 +6,12 @@ python -m benchmarks.plan_tables published > benchmarks/results/published.md    
 
 Plans are for all parameters, with AdamW and clipping, in rows of 4096 tokens, by the described machines
 (`offload/extras/plan/described/`). Shapes are presets (`offload/app/config/presets.py`); nothing is downloaded. One row
-of the README by command, here the first one, with 920 tokens a second:
+of the README by command, here the first one, with 917 tokens a second:
 
 offload plan --model.path Qwen/Qwen3-14B --hardware rtx-4090 --host-memory 252GiB \\
     --data.sequence_length 4096 --train.batch_size 16 --train.micro_batch_size 4
 
-A host has 4 GiB less than the table says, because the system keeps them; with all 256 GiB, the plan says 900.
+A host has 4 GiB less than the table says, because the system keeps them; with all 256 GiB, the plan says some 900.
 """
 
 from __future__ import annotations
