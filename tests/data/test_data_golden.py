@@ -541,6 +541,34 @@ def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch:
         assert [row for _, row in read_rows(file)] == numbers
 
 
+@pytest.mark.parametrize("content", ["xxxxxxx", '\\"\\ud83d\\ude00'], ids=["letters", "escapes"])
+def test_a_long_element_is_named_so_at_each_size_and_place(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: name an element that is cut at the limit as invalid."""
+    monkeypatch.setattr("offload.extras.data.rows._MAX_ROW_BYTES", 64)
+    monkeypatch.setattr("offload.extras.data.rows._BLOCK_CHARS", 16)
+    path = tmp_path / "a.json"
+    (file,) = files_of(str(_json(path, [])), "jsonl")
+    for place in range(20):
+        for size in range(40):
+            # The text at the end is a name or a number that may be cut too.
+            long = f'{{"text": "{content * size}", "n": [true, -Infinity, -2.5e300, {{}}]}}'
+            path.write_text(f'["{"x" * place}", {long}, 3]')
+            try:
+                rows = [row for _, row in read_rows(file)]
+            except ConfigError as error:
+                rows = [error]
+            if len(long) <= 64:
+                assert rows == ["x" * place, json.loads(long), 3]
+            else:
+                (error,) = [row for row in rows if isinstance(row, ConfigError)]
+                assert "a.json, record 2 is longer than 64 bytes" in str(error)
+            path.write_text(f'["{"x" * place}", {{"a" 1, "b": "{content * size}"}}, 3]')
+            with pytest.raises(ConfigError, match="record 2 is not valid JSON: Expecting ':' delimiter at character 6"):
+                list(read_rows(file))
+
+
 def test_a_hub_name_without_a_network_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=ConnectionError("no route")))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -27,6 +27,8 @@ _MAX_ROW_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
 _BLOCK_CHARS = 1 << 20
+_CUT_CHARS = 16
+"""A cut name or escape in JSON, such as -Infinit, is reported at most this far before the end of the text."""
 _SIGN = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")  # before an element of a JSON array, and after the last
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _EXPECTED = "One record a line is expected, or one array of records."
@@ -69,6 +71,14 @@ def json_reason(error: Exception, begin: int = 0) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos - begin + 1}"
     return str(error)
+
+
+def _is_cut(error: Exception, num_chars: int) -> bool:
+    """Return whether more text may make JSON of `num_chars` characters valid."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    # An open string is reported at its start.
+    return error.msg.startswith("Unterminated string") or error.pos >= num_chars - _CUT_CHARS
 
 
 def columns_of(file: SourceFile) -> list[str] | None:
@@ -119,11 +129,14 @@ def _json_rows(file: SourceFile) -> Iterator[Row]:
 
 
 def _json_array(file: SourceFile) -> Iterator[Row]:
-    """Yield the elements in a JSON array. The array may be larger than memory."""
+    """Yield the elements in a JSON array. The array may be larger than memory.
+
+    An element above the limit is a `BadRow` if its end is in memory. Otherwise the next element cannot be located.
+    """
     decode = json.JSONDecoder().raw_decode
     buffer = ""
     at = 0  # in the buffer
-    number = 0
+    number = 0  # records begun
     expected = "["
 
     def refill() -> bool:
@@ -154,19 +167,25 @@ def _json_array(file: SourceFile) -> Iterator[Row]:
                 continue
             number += 1
             where = f"{file.place}, record {number}"
+            # The limit is compared with characters, and none is less than a byte.
+            too_long = f"{where} is longer than {_MAX_ROW_BYTES:,} bytes."
             while True:
                 try:
                     value, end = decode(buffer, at)
                 except (ValueError, RecursionError) as error:
                     # An element cut by the end of the buffer is invalid too. More text tells the two apart.
-                    if len(buffer) - at < _MAX_ROW_BYTES and refill():
+                    has_room = len(buffer) - at < _MAX_ROW_BYTES
+                    if has_room and refill():
                         continue
+                    if not has_room and _is_cut(error, len(buffer)):
+                        raise ConfigError(f"{too_long} {_EXPECTED}") from error
                     raise ConfigError(f"{where} is not valid JSON: {json_reason(error, at)}. {_EXPECTED}") from error
-                if end + 2 < len(buffer) or not refill():  # a number may continue: 1 | e-5
+                # A number may continue: 1 | e-5. Three more characters tell.
+                if end + 2 < len(buffer) or not refill():
                     break
             is_long = end - at > _MAX_ROW_BYTES
             at = end
-            yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if is_long else value
+            yield where, BadRow(too_long) if is_long else value
         if at < len(buffer):
             raise ConfigError(f"{file.place} is not valid JSON: there is more text after the array. {_EXPECTED}")
 
