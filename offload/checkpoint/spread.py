@@ -146,6 +146,7 @@ def _copying(
     """Copy files with sizes `num_bytes` from the disk of rank `source` to a partial folder on each taker disk.
 
     Yield the partial folder on takers, None on other ranks. Remaining files in the folder are removed afterwards.
+    Every rank takes part in each broadcast.
     """
     with ExitStack() as opened:
         partial = None
@@ -154,19 +155,21 @@ def _copying(
                 partial = _make_partial(folder, opened)
         for name, size in num_bytes.items():
             with as_disk_errors("the copy", folder / name), ExitStack() as one:
-                file = None
+                original = copy = None
+                # Buffered files: a call without a buffer may read or write less than a piece, with no error.
+                if comm.rank == source:
+                    original = one.enter_context((folder / name).open("rb"))
                 if partial is not None:
-                    file = one.enter_context((partial / name).open("wb", buffering=0))
-                elif comm.rank == source:
-                    file = one.enter_context((folder / name).open("rb", buffering=0))
+                    copy = one.enter_context((partial / name).open("wb"))
                 # In pieces: a file may be larger than memory.
                 for begin in range(0, size, CHUNK_BYTES):
                     piece = torch.zeros(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
-                    if file is not None and partial is None:
-                        file.readinto(raw(piece).data)
+                    if original is not None:
+                        # Zeros remain behind the end of a truncated file. Its checksum in the manifest shows them.
+                        original.readinto(raw(piece).data)
                     comm.broadcast(piece, source, f"copy of {name}")
-                    if file is not None and partial is not None:
-                        file.write(raw(piece).data)
+                    if copy is not None:
+                        copy.write(raw(piece).data)
             if partial is not None:
                 sync_path(partial / name)
         if partial is not None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from offload.app.checkpoint_folder import Checkpoints, suggesting_alternative
 from offload.checkpoint import reader as reading
 from offload.checkpoint.manifest import MANIFEST, Manifest, checksum
 from offload.checkpoint.reader import Reader, verify
-from offload.errors import CheckpointError
+from offload.checkpoint.spread import _copying
+from offload.distributed.comm import Comm
+from offload.errors import CheckpointError, DiskError
 from tests.checkpoint.states import check, save
 from tests.matrix import quick
 
@@ -326,3 +329,18 @@ def test_a_damaged_latest(copy, text):
     (copy.parent / "latest").write_text(text, encoding="latin-1")
     checkpoints = Checkpoints(copy.parent)
     assert checkpoints.newest_intact() == (copy, [])
+
+
+def test_a_disk_that_fills_within_a_piece_ends_a_copy(tmp_path: Path) -> None:
+    """Break: write to the file without a buffer, where a short write is no error."""
+    (tmp_path / "data").write_bytes(bytes(range(200)))
+    with _copying(Comm(), tmp_path, {"data": 200}, 0, {0}) as partial:
+        assert partial is not None
+        assert (partial / "data").read_bytes() == bytes(range(200))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(DiskError, match="EFBIG"), _copying(Comm(), tmp_path, {"data": 200}, 0, {0}):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
