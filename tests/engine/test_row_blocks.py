@@ -280,6 +280,22 @@ def test_a_weight_that_is_read_otherwise_is_refused() -> None:
         engine.step(batches(1)[0])
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"max_norm": 1.0}, r"max_norm \(its forward writes to the weight\)"),
+        ({"scale_grad_by_freq": True}, r"scale_grad_by_freq \(it would count the rows of other blocks too\)"),
+        ({"sparse": True}, r"sparse \(its gradients are not dense\)"),
+    ],
+    ids=["max_norm", "scale_grad_by_freq", "sparse"],
+)
+def test_options_that_row_blocks_do_not_support_are_refused_with_a_reason(option: dict[str, Any], reason: str) -> None:
+    weight = nn.Parameter(torch.zeros(4, 2))
+    blocks = RowBlocks("table.weight", {"weight": 0}, [RowBlock(weight, None)], [0, 4])
+    with pytest.raises(ConfigError, match=reason):
+        blocks.embedding(torch.tensor([1]), **option)
+
+
 class Recurrent(nn.Module):
     """A module whose `bias` is a bool."""
 

@@ -111,13 +111,18 @@ class RowBlocks:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> torch.Tensor:
-        """Compute `functional.embedding` with the full weight. Raises ConfigError for options that couple rows."""
+        """Compute `functional.embedding` with the full weight.
+
+        Raises ConfigError for max_norm, which writes to the weight, for scale_grad_by_freq, which would count the
+        index 0 that a block reads for rows of other blocks, and for sparse, whose gradients have another layout.
+        """
         del norm_type  # read with max_norm alone
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ConfigError(
                 f"{self.name} is larger than the device memory per unit and must be split into row blocks, but its "
-                "module has max_norm, scale_grad_by_freq or sparse, which make rows depend on each other. Build the "
-                "module without them, or raise --offload.device_memory until the whole of it fits."
+                "module has max_norm (its forward writes to the weight), scale_grad_by_freq (it would "
+                "count the rows of other blocks too) or sparse (its gradients are not dense), which row blocks do not "
+                "support. Build the module without them, or raise --offload.device_memory until the whole of it fits."
             )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self._borders[-1]
@@ -129,6 +134,7 @@ class RowBlocks:
             if padding_idx is not None and span.start <= padding_idx < span.stop:
                 padding = padding_idx - span.start
             part = block(rows=rows, padding_idx=padding)
+            # The first part needs no mask: later blocks replace all its rows of other blocks.
             output = part if output is None else torch.where(is_inside[..., None], part, output)
         assert output is not None
         return output
