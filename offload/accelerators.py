@@ -337,10 +337,11 @@ INTEGERS = "".join(
 def compiled_image(
     library: Any, source: str, name: str, options: Sequence[str], image_format: str = "CUBIN"
 ) -> tuple[bytes, str]:
-    """Compile a source with NVRTC, or with the equivalent under the same names in torch. Return (image, lowered kernel
-    name).
+    """Compile a source with NVRTC, or with hipRTC, for which torch has aliases with NVRTC's names. Return (image,
+    lowered kernel name).
 
-    Raises RuntimeError with the compiler log.
+    `image_format`: CUBIN for code of one device (with hipRTC too), or PTX for text (NVRTC alone). Raises RuntimeError
+    with the compiler log.
     """
     program = ctypes.c_void_p()
     size = ctypes.c_size_t()
@@ -354,10 +355,10 @@ def compiled_image(
         check(getattr(library, f"nvrtcGet{field}Size")(program, ctypes.byref(size)), field)
         text = ctypes.create_string_buffer(size.value)
         check(getattr(library, f"nvrtcGet{field}")(program, text), field)
-        return text.raw
+        return text.raw  # not `value`, which ends at the first zero byte
 
     # One header, given as text: the compiler may have none.
-    names, texts = ((ctypes.c_char_p * 1)(text.encode()) for text in ("cstdint", INTEGERS))
+    texts, names = ((ctypes.c_char_p * 1)(text.encode()) for text in (INTEGERS, "cstdint"))
     status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"offload.cu", 1, texts, names)
     check(status, "create a program")
     try:

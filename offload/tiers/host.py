@@ -95,8 +95,11 @@ class HostMapping(mmap.mmap):
         return sum(num_bytes for _, num_bytes in self._pieces)
 
     def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]], borders: Sequence[int]) -> None:
-        """Register pieces (address, bytes). If the driver refuses a piece, register the part before a border inside the
-        piece, as large as possible, and nothing behind.
+        """Register pieces (address, bytes) in order. If the driver refuses a piece, register the part before a border
+        inside the piece, as large as possible, and nothing behind: tensors used first come first.
+
+        borders: addresses of tensors that begin at a page, ascending. A part ends at no other address, because a copy
+        must not cross two registrations.
         """
         self._pinning = pinning
         self._process = os.getpid()
@@ -116,8 +119,9 @@ class HostMapping(mmap.mmap):
         pinning.warn_unpinned(num_bytes - self.pinned_bytes, num_bytes)
         if not self._pieces:
             return
-        # otherwise fork would copy pinned pages at once, and the device would keep using the parent pages
-        with contextlib.suppress(OSError):
+        # A forked child does not get this mapping. Otherwise fork would copy all pinned pages, or this process would
+        # get new pages at its next writes, while the device keeps the old ones.
+        with contextlib.suppress(OSError):  # a refusal concerns only a process that forks
             self.madvise(mmap.MADV_DONTFORK)
 
     def unpin(self) -> None:

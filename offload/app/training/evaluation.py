@@ -71,9 +71,11 @@ class Evaluations:
         self._keeps_best = run.config.checkpoint.keep_best
         self._comm = comm
         self._share = Share.of(run.config, comm)
+        # Has the number of steps done and the best evaluation, and records each evaluation.
+        self._progress = progress
+
         # Told of each evaluation.
         self._records = records
-        self._progress = progress
         self._callbacks = callbacks
         self._say = say
         self._tell = tell

@@ -116,16 +116,18 @@ class DeviceUpdates(UpdatePlace):
         """Let a lane check the accelerator's counts after all updates are submitted. Does not wait for these."""
         self._in_place.check()
         if self._device.torch_device.type == "cpu":
-            return
-        # Held by the work below: the next step has other counts.
-        counts, host_counts = self._counts, self._host_counts
+            return  # `_update` has checked each count itself
+        counts = self._counts  # `begin_step` replaces the attribute while the functions below wait
 
         def copy_to_host() -> None:
+            # Asked in the lane: until the updates have run there, `counts` is empty.
             if counts:
-                self._device.copy(host_counts[: len(counts)], torch.stack([count for _, count in counts.values()]))
+                num_wrong = torch.stack([count for _, count in counts.values()])
+                self._device.copy(self._host_counts[: len(counts)], num_wrong)
 
         def refuse() -> None:
-            for (tile, _), num_wrong in zip(counts.values(), host_counts.tolist(), strict=False):
+            # Not strict: the buffer has a place for every region, also for those without a count.
+            for (tile, _), num_wrong in zip(counts.values(), self._host_counts.tolist(), strict=False):
                 if num_wrong:
                     tile.update.refuse(num_wrong)
 

@@ -232,7 +232,7 @@ class PassInputs:
         """Return the `PassInputs` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
         has_loss_function = self.loss_fn is not None
         own = RankBatch.of(self.plan.ranks[0].operation, sample, check_batch(sample), micro_rows, has_loss_function)
-        plan = PassPlan([own], 0)
+        plan = PassPlan([own], rank=0)
         return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
 
 

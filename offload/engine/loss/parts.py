@@ -77,7 +77,8 @@ class Losses:
         plan, form = inputs.plan, inputs.form
         group = as_loss(inputs.loss_fn).group
         own = plan.ranks[plan.rank]
-        ends = [own.rows // group * number // count * group for number in range(count + 1)]  # no group is split
+        # A group (rows that one loss term needs together) stays in one pass.
+        ends = [own.rows // group * number // count * group for number in range(count + 1)]
         for begin, end in pairwise(ends):
             rows = torch.arange(begin, end, device="cpu")
             batch = form.take(inputs.batch, rows)
@@ -87,10 +88,10 @@ class Losses:
                 labels = labels[begin:end]
                 on_host = {**batch, "labels": labels}  # counting must not wait for the device
             part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
-            agreed = PassPlan([part], 0)
+            agreed = PassPlan([part], rank=0)
             if plan.has_peers:
                 agreed = agree_on_pass(self._flow.comm, part)
-            part_plan = replace(agreed, step=plan)
+            part_plan = replace(agreed, step=plan)  # a loss is divided by the weight of the step, not of the pass
             yield replace(inputs, plan=part_plan, batch=batch, labels=labels)
 
     def _pass(self, inputs: PassInputs, chunk_tokens: int | None, runs_backward: bool) -> torch.Tensor:
@@ -255,7 +256,7 @@ def _share_of_loss(inputs: PassInputs) -> float:
     """Return the share of this rank's loss, in this pass, in the whole loss."""
     plan = inputs.plan
     if not plan.has_peers and plan.step is None:
-        return 1.0
+        return 1.0  # the only part is the loss as it is, also without a target
     return plan.weight(inputs.rule, plan.rank) / max(1, inputs.weight)
 
 

@@ -164,6 +164,7 @@ def open_decompressed(place: Place) -> Iterator[io.BufferedReader]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{place} is a damaged or truncated .gz file: {error}. Compress it again.") from error
     except OSError as error:
+        # Errors of the system have a number, those of pyarrow have none.
         is_zst = error.errno is None and place.name.suffix.lower() == ".zst"
         if is_zst and "too much memory" in str(error):
             raise ConfigError(
@@ -211,13 +212,14 @@ def _decompressing_reader(place: Place, stream: BinaryIO) -> io.BufferedReader:
 
 
 def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
-    """Return the sorted files under a URL (file, folder or glob), and the common base.
+    """Return the sorted files under a URL (file, folder or glob), and the folder that relative names begin at.
 
-    Raises ConfigError and MissingLibraryError.
+    The list is empty if nothing matches. Raises ConfigError and MissingLibraryError.
     """
     fsspec = library("fsspec", f"{setting}={url!r}, a URL,")
     try:
         system, path = fsspec.core.url_to_fs(url)
+        # A `?` may begin the query of an http address: fsspec's glob over http takes this sign literally.
         if any(sign in path for sign in "*?["):
             base = path[: min(path.index(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
             paths = [each for each in system.glob(path) if system.isfile(each)]
@@ -225,6 +227,7 @@ def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
             base, paths = path, system.find(path)
         else:
             base, paths = path.rpartition("/")[0], [path]
+        # The size is None from a server without Content-Length.
         files = [
             RemoteFile(system.unstrip_protocol(each), int(system.size(each) or 0), system) for each in sorted(paths)
         ]

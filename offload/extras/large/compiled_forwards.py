@@ -99,15 +99,17 @@ class CompiledForwards(Stage):
         if variant not in functions:
             functions[variant] = _compile_class(owner)
         function = partial(self._run_counted, functions[variant], unit.module)
-        key = owner, variant, build_key(unit), use.needs and tuple(use.needs)
+        # Uses without and with a backward have a trial each.
+        needs = None if use.needs is None else tuple(use.needs)
+        key = owner, variant, build_key(unit), needs
         if key not in self._verdicts:
             self._verdicts[key] = self._try(unit, use, function)
         verdict = self._verdicts[key]
-        if verdict.needs_graph:  # otherwise a recomputation would have other bits than the forward
-            unit.traits.needs_graph = True
         if verdict.refusal:
             self._refuse(unit, verdict.refusal)
             return None
+        if verdict.needs_graph:  # otherwise a recomputation would have other bits than the forward
+            unit.traits.needs_graph = True
         return partial(self._run_compiled, unit, function)
 
     def _refuse(self, unit: Unit, reason: str) -> None:
