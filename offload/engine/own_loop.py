@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.entries import Entries, ModelCall
 from offload.engine.flow import Flow
@@ -14,6 +13,7 @@ from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.steps import Steps
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
 from offload.optim.update import clip_coefficient
@@ -227,7 +227,7 @@ class OwnLoop:
             is_new, is_claim = trial_runs.known.is_new_call(call), trial_runs.known.is_claim(call)
             own = RankBatch(f"own loop {call.name}".rstrip(), is_new=is_new or is_claim)
             if agree_on_pass(flow.comm, own).is_new:
-                with saved_tensors_hooks(_same, _same):  # a checkpoint around the call would save tensors of the trial
+                with saved_tensors_watched(lambda _: None):  # a checkpoint around the call would save tensors of trials
                     self._steps.prepare_call(call, is_new)
             self._open_step()
 
@@ -245,10 +245,6 @@ class OwnLoop:
             self._flow.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)
             self.is_open = True
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _refuse_transforms() -> None:

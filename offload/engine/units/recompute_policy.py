@@ -28,7 +28,7 @@ def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractCont
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             watch(tensor)
-        return tensor.detach()
+        return tensor.detach()  # a result that its own graph holds would never be freed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 

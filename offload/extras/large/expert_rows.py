@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import linear
+
+from offload.engine.units.recompute_policy import saved_tensors_watched
 
 
 class ExpertRows:
@@ -96,7 +97,7 @@ class ExpertForward:
 
 def _with_gradients(run: Callable[..., Tensor], *given: Tensor) -> tuple[Tensor, ...]:
     """Return the result of `run`, and the gradients for `given`, hidden from a recording around the use."""
-    with torch.enable_grad(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+    with torch.enable_grad(), saved_tensors_watched(lambda _: None):
         leaves = [value.clone().requires_grad_() for value in given]
         result = run(*leaves)
         return result, *torch.autograd.grad(result, leaves, given[0])
