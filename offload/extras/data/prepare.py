@@ -29,7 +29,7 @@ _MOST_WORKERS = 16  # 300 MB each
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSource:
     """The documents of one source."""
 
     source: RowSource
@@ -61,7 +61,7 @@ class Prepared:
 
 def prepare(
     source: RowSource, encoder: Encoder, cache_dir: Path, progress: Progress, num_workers: int | None = None
-) -> Prepared:
+) -> PreparedSource:
     """Return the tokens of a source, from the cache if already prepared. Raises ConfigError.
 
     `num_workers`: processes for tokenization. None: as many as save time.
@@ -96,11 +96,11 @@ def _key(source: RowSource, encoder: Encoder) -> str:
     return hash_text(repr(inputs))
 
 
-def _load(folder: Path, source: RowSource) -> Prepared:
+def _load(folder: Path, source: RowSource) -> PreparedSource:
     meta = json.loads((folder / "meta.json").read_text())
     # Opening checks the sizes of the files, so a damaged folder is built again.
     files = tuple(TokenFile(folder / name, meta[name]) for name in _PARTS)
-    return Prepared(source, files, Findings(**meta["findings"]))
+    return PreparedSource(source, files, Findings(**meta["findings"]))
 
 
 def _build(folder: Path, source: RowSource, encoder: Encoder, progress: Progress, num_workers: int | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from offload.errors import ConfigError, counted, ratio
 from offload.extras.data.formats import unread_note
 from offload.extras.data.packing import Layout, Rows
-from offload.extras.data.prepare import Prepared
+from offload.extras.data.prepare import PreparedSource
 from offload.extras.data.sources import Source
 from offload.extras.data.storage import decompressed_name
 from offload.extras.data.token_file import TokenFile
@@ -26,7 +26,7 @@ class SourceRows:
 
     name: str
     """Source name in logs."""
-    prepared: Prepared
+    prepared: PreparedSource
     train: Rows
     """Training rows; for an eval source, the eval rows."""
     eval: Rows
@@ -37,7 +37,7 @@ class SourceRows:
     def of(
         cls,
         name: str,
-        prepared: Prepared,
+        prepared: PreparedSource,
         sequence_length: int,
         layout: Layout,
         pad_id: int,

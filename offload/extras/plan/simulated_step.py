@@ -103,7 +103,7 @@ class SimulatedCall:
 
 
 @dataclass(frozen=True)
-class _Offloaded:
+class _SavedTensors:
     """The inputs or the graph of a call, away from the device."""
 
     pool: ActivationOffload
@@ -356,7 +356,7 @@ class SimulatedEngine:
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
         self._sample_inputs = device.allocate("unit inputs", largest)
-        self._offloaded: dict[int, _Offloaded] = {}
+        self._offloaded: dict[int, _SavedTensors] = {}
         self._copies: dict[tuple[int, int], list[Sequence[Ticket]]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
@@ -495,7 +495,8 @@ class SimulatedEngine:
         if call.saved_bytes:
             assert self._inputs is not None
             whole = self._inputs.put(self._sample_inputs[: call.saved_bytes])
-            self._offloaded[number] = _Offloaded(self._inputs, [[part] for part in whole.tensor_split(call.num_parts)])
+            parts = [[part] for part in whole.tensor_split(call.num_parts)]
+            self._offloaded[number] = _SavedTensors(self._inputs, parts)
 
     def _compute_with_graph(self, number: int, call: SimulatedCall) -> None:
         """Compute the forward of a call, and put each piece of the graph away once it is saved."""
@@ -506,7 +507,7 @@ class SimulatedEngine:
             self.lanes.compute(call.forward_s / len(pieces), call.forward_host_s / len(pieces))
             stand_ins.append(self._graphs.put(piece))
         parts = [stand_ins[begin : begin + _GRAPH_PIECES] for begin in range(0, len(pieces), _GRAPH_PIECES)]
-        self._offloaded[number] = _Offloaded(self._graphs, parts)
+        self._offloaded[number] = _SavedTensors(self._graphs, parts)
 
     def _take_copies(self, number: int, part: int) -> Sequence[Sequence[Ticket]]:
         """Return the copies that the backward of a micro-batch waits for, one after the other; start the next ones.
