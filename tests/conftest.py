@@ -7,6 +7,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.option.slow_within
     if limit_s is not None and item.get_closest_marker("slow") and time.monotonic() - BEGIN_S > limit_s:
         pytest.skip(f"slow tests had {limit_s:g} s, which are over")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system with 16 MiB. The unmount fails while a process holds an open file there."""
+    from tests.disks import mounted  # imports torch
+
+    with mounted(tmp_path, 16 << 20) as point:
+        yield point
 
 
 @pytest.fixture(autouse=True)

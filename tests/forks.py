@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tests import accelerator, mutations
-from tests.ports import free_port
+from tests.ports import free_port, rank_variables
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
@@ -190,12 +190,11 @@ def run_ranks(
 
     `cwd`: one folder, or one a rank. `own`: more words of a rank.
     """
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **variables}
-    common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    common, port = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}, free_port()
     started = list[Forked]()
     try:
         for rank in range(size):
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env = common | rank_variables(rank, size, port)
             folder = cwd[rank] if isinstance(cwd, list) else cwd
             started.append(start([*words, *own(rank)], env=env, cwd=folder, rank=rank))
         printed = [each.communicate() for each in started]

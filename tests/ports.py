@@ -1,4 +1,4 @@
-"""Ports for process groups in tests."""
+"""Ports and variables for process groups in tests."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(_FIRST, last)  # not the seed of a test
         with suppress(OSError), socket.create_server(("", port)):
             return port
+
+
+def rank_variables(rank: int = 0, size: int = 1, port: int | None = None) -> dict[str, str]:
+    """Return the variables of torchrun for a rank on this machine. `port`: the same for all ranks; None: a free one."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    numbers["MASTER_PORT"] = free_port() if port is None else port
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from tests.lanes.patience import eventually
 REPORTS = """
 import sys
 from pathlib import Path
+from typing import Any
 from benchmarks.gpu_check import store
 store(Path(sys.argv[1]), sys.argv[2], note="half of it")
 """
@@ -30,10 +32,16 @@ def part(code: str, out: Path, name: str = "small") -> tuple[str, str]:
     return outcome, note
 
 
-def dry_run(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """Run parts without a GPU, each with a time limit for slow machines."""
+def dry_run(out: Path, *parts: str) -> dict[str, Any]:
+    """Run parts without a GPU, each with a time limit for slow machines. Return the results by name."""
     words = ["-m", "benchmarks.gpu_check", "--dry-run", "--limit", forks.MINUTES, "--out", out, *parts]
-    return forks.run(words, timeout=len(parts) * forks.MINUTES)
+    done = forks.run(words, timeout=len(parts) * forks.MINUTES)
+    if "CannotBuildError" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert {part["outcome"] for part in found["parts"].values()} == {"passed"}
+    return {each["name"]: each for each in found["results"]}
 
 
 @pytest.mark.slow
@@ -122,12 +130,7 @@ def test_each_part_can_be_run() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_lease_measures_host_memory_kernels_and_steady_steps(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    done = dry_run(out, "lease")
-    if "CannotBuildError" in done.stdout:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {each["name"]: each for each in json.loads(out.read_text())["results"]}
+    results = dry_run(tmp_path / "gpu.json", "lease")
     for name in ("8b, compile never, 32768 tokens a step", "8b, compile auto, 32768 tokens a step", "decoding nf4"):
         assert results[name]["value"] > 0
     assert results["8b, compile auto, 32768 tokens a step"]["compiled_graphs"]
@@ -135,12 +138,7 @@ def test_a_dry_run_of_a_lease_measures_host_memory_kernels_and_steady_steps(tmp_
 
 @pytest.mark.slow
 def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled_blocks(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    done = dry_run(out, "run-ahead", "profiled-3b", "compiled-block")
-    if "CannotBuildError" in done.stdout:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {each["name"]: each for each in json.loads(out.read_text())["results"]}
+    results = dry_run(tmp_path / "gpu.json", "run-ahead", "profiled-3b", "compiled-block")
     assert results["the most memory in use, launches ahead"]["value"] > 0
     assert results["3b, a step's products"]["value"] > 0
     assert results["blocks of the 8b, compile always"]["graphs"] == 2
@@ -148,18 +146,9 @@ def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled
 
 @pytest.mark.slow
 def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    done = dry_run(out, "build", "sync", "14b")
-    if "CannotBuildError" in done.stdout:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert {name: part["outcome"] for name, part in found["parts"].items()} == dict.fromkeys(
-        ("build", "sync", "14b"), "passed"
-    )
-    rates = [result for result in found["results"] if result["name"] == "14b, 16384 tokens a step"]
-    assert rates[0]["placement"] == "AdamW, what host memory does not hold on disk"  # the states exceed host memory
-    assert set(rates[0]["exposed_seconds"]) >= {"h2d", "d2h", "nvme_read"}
+    steps = dry_run(tmp_path / "gpu.json", "build", "sync", "14b")["14b, 16384 tokens a step"]
+    assert steps["placement"] == "AdamW, what host memory does not hold on disk"  # the states exceed host memory
+    assert set(steps["exposed_seconds"]) >= {"h2d", "d2h", "nvme_read"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from offload.layout.codecs import QuantizedCodec
 from offload.native import kernels
 from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
+from tests.engine.compare import same_bits
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -64,11 +65,6 @@ def decoded_in_slot(codec: QuantizedCodec, records: Tensor, dtype: torch.dtype =
     end, out, workspace = in_slot(codec, records, dtype)
     codec.decode(end, out, workspace)
     return out.cpu()
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    bits = torch.int16 if one.itemsize == 2 else torch.int32
-    return one.dtype == other.dtype and torch.equal(one.view(bits), other.view(bits))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,33 +41,33 @@ def count_waits(sim: Control, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return waits
 
 
-@pytest.mark.parametrize(("family", "num_experts"), [*product(["qwen3_moe"], (4, 32)), *product(FAMILIES, (8,))])
-def test_the_host_waits_once_a_layer_and_pass(
-    sim: Control, family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Break: ask for the rows of each expert; run the family's own forward."""
-    waits = count_waits(sim, monkeypatch)
+def of_family(family: str, num_experts: int) -> torch.nn.Module:
     sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), num_experts)
-    with Engine(build(mixture(family, **sizes)), AdamW(), streamed(), recompute="always") as engine:
+    return build(mixture(family, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "num_experts"),
+    [
+        *((partial(of_family, "qwen3_moe", number), "exact", number) for number in (4, 32)),
+        *((partial(of_family, family, 8), "exact", 8) for family in FAMILIES),
+        *((partial(adapted, "qwen3_moe"), codec, 8) for codec in ("exact", "nf4")),
+    ],
+    ids=lambda value: str(getattr(value, "args", value)),
+)
+def test_the_host_waits_once_a_layer_and_pass(
+    sim: Control, make: Callable[[], Any], codec: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under an adapter. Break: ask for the rows of each expert; run the family's own forward; read a value of the
+    factors of an expert."""
+    waits = count_waits(sim, monkeypatch)
+    with Engine(make(), AdamW(), streamed(), frozen_weights=codec, recompute="always") as engine:
         engine.step(tokens(0, device="cpu"))  # compares the forward of an expert with the family's
         waits.clear()
         engine.step(tokens(1, device="cpu"))
         assert engine.counters.experts_fetched >= num_experts
     assert waits.count(1) == 2 * 2  # passes, layers
     assert set(waits) <= {0, 1}  # 0: a recompute takes the outputs of the forward
-
-
-@pytest.mark.parametrize("codec", ["exact", "nf4"])
-def test_the_host_waits_no_more_under_an_adapter(sim: Control, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break: read a value of the factors of an expert."""
-    waits = count_waits(sim, monkeypatch)
-    with Engine(adapted("qwen3_moe"), AdamW(), streamed(), frozen_weights=codec, recompute="always") as engine:
-        engine.step(tokens(0, device="cpu"))
-        waits.clear()
-        engine.step(tokens(1, device="cpu"))
-        assert engine.counters.experts_fetched >= 8
-    assert waits.count(1) == 2 * 2
-    assert set(waits) <= {0, 1}
 
 
 @pytest.mark.parametrize("place", ["cpu", "sim"])

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from offload import parity
+from tests.run_folder import write_shape, write_text
 from tests.training.conftest import SHAPES
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
@@ -35,8 +35,8 @@ def test_an_accelerator_has_the_bits_of_plain_pytorch_on_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
-    AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]).save_pretrained("shape")
+    write_text(tmp_path)
+    write_shape(tmp_path / "shape", **SHAPES["llama"])
     words = ["--model.path", "shape/config.json", "--data.source", "text.txt", "--data.sequence_length", "32", "--json"]
     assert parity.main([*words, "--train.batch_size", "4", "--optimizer.warmup_steps", "0", *settings]) == 0
     found = json.loads(capsys.readouterr().out)

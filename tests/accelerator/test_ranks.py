@@ -11,7 +11,7 @@ from tests import accelerator, forks
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained_on_simulated_devices
 from tests.engine.test_ranks import MODES, STAGES, assert_equal, assert_near, plain
-from tests.ports import free_port
+from tests.ports import free_port, rank_variables
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
@@ -63,11 +63,9 @@ engine.close()
 @pytest.mark.parametrize("own", [True, False])
 def test_ranks_may_see_one_device_each_and_never_share_one(own: bool) -> None:
     """`srun --gpus-per-task=1`, Ray and Kubernetes start ranks like this."""
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    told |= {accelerator.LOADS: "1", "SIM_DEVICES": "1"}
-    ranks = []
+    told, port, ranks = {accelerator.LOADS: "1", "SIM_DEVICES": "1"}, free_port(), []
     for rank in range(2):
-        its = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIM_FIRST": str(rank * own)}
+        its = rank_variables(rank, 2, port) | {"SIM_FIRST": str(rank * own)}
         ranks.append(forks.start(["-c", MEETS], env=os.environ | told | its, rank=rank))
     said = [rank.communicate() for rank in ranks]
     if own:

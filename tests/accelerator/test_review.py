@@ -39,6 +39,7 @@ from tests.engine.device import twin
 from tests.engine.handmade import WIDTH, Block, Stack
 from tests.engine.inside import memory_of, parts_of
 from tests.lanes.patience import eventually
+from tests.run_folder import write_text
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
@@ -621,9 +622,8 @@ def test_a_step_beyond_the_budget_is_refused_by_the_flag(limits, engine, monkeyp
 
 
 def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_included(limits, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
-    given = {"model.path": str(tmp_path / "config.json"), "run.dir": str(tmp_path / "run"), "data.source": str(text)}
+    text = str(write_text(tmp_path))
+    given = {"model.path": str(tmp_path / "config.json"), "run.dir": str(tmp_path / "run"), "data.source": text}
     given |= {"train.steps": 2, "train.batch_size": 4, "data.sequence_length": 32, "offload.device_memory": "64MiB"}
     models.llama(vocab_size=384).config.save_pretrained(tmp_path)
     Trainer(Config.load(None, given)).run()

@@ -17,6 +17,7 @@ from benchmarks.harness import command_of
 from benchmarks.sweep import Point, Steps
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 from tests import forks
+from tests.run_folder import write_text
 
 
 def arguments(*words: str) -> Namespace:
@@ -141,7 +142,7 @@ def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """One point does not fit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(300)))
+    write_text(tmp_path, 300)
     monkeypatch.setattr(sweep.subprocess, "run", lambda command, **_: forks.run(command[1:], cwd=tmp_path))
     words = ["--data.source", "text.txt", "--offload.device_memory", "4MiB", "--train.precision", "fp32"]
     points = ["--batch", "2", "--sequence", "16", "--placement", "device", "cpu", "--steps", "2", "--rounds", "1"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.app.hf.read import FolderWeights, read_model
+from tests.engine.compare import same_bits
 from tests.zoo.families import UNBUILDABLE, families
 
 QUICK = (
@@ -92,10 +93,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
-
-
 def differences(wanted: nn.Module, found: nn.Module) -> list[str]:
     """Return the names of parameters and buffers with any differing bit, including non-persistent buffers."""
     pairs = [
@@ -106,7 +103,7 @@ def differences(wanted: nn.Module, found: nn.Module) -> list[str]:
         name
         for mine, its in pairs
         for name in mine.keys() | its.keys()
-        if name not in mine or name not in its or not same(mine[name], its[name])
+        if name not in mine or name not in its or not same_bits(mine[name], its[name])
     ]
 
 

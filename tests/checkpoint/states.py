@@ -12,6 +12,7 @@ from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.writer import Save, Writer
+from tests.engine.compare import same_bits
 
 CHUNK_BYTES = 4096
 SPLIT = {"weights": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -74,11 +75,6 @@ def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
             out = torch.zeros_like(values)
             reader.read(name, plane, 0, out)
             assert same_bits(out, values), f"{plane} of {name} differs"
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bytes."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def latest(checkpoints: Checkpoints) -> Path | None:

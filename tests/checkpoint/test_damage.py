@@ -24,6 +24,7 @@ from offload.distributed.comm import Comm
 from offload.errors import CheckpointError, DiskError
 from tests.checkpoint.states import check, save
 from tests.matrix import quick
+from tests.run_folder import flip
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,6 @@ def assert_refused(folder: Path, at_fault: str, words: str | None = None) -> Non
         assert caught.value.path == folder / at_fault
         assert str(folder / at_fault) in str(caught.value)
         assert caught.value.exit_code == 1
-
-
-def flip(path: Path, position: int) -> None:
-    """Flip bit number `position` in a file."""
-    data = bytearray(path.read_bytes())
-    data[position // 8] ^= 1 << position % 8
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("seed", quick(range(200), range(40)))

@@ -28,7 +28,8 @@ from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Reader, set_direct, verify
 from offload.checkpoint.writer import Save, Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
-from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
+from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, save
+from tests.engine.compare import same_bits
 from tests.forks import PATIENCE_S
 from tests.lanes.patience import eventually
 

@@ -15,9 +15,9 @@ from offload.app import stored_model
 from offload.app.stored_model import export_stored, read_stored
 from offload.errors import ConfigError, DiskError
 from tests.cases.models import t5, tokens
-from tests.checkpoint.folders import same
 from tests.checkpoint.trained import tensors_of, train
 from tests.disks import mounted
+from tests.engine.compare import same_bits
 from tests.hf.test_write import contents
 from tests.zoo.families import families
 
@@ -62,11 +62,11 @@ def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precis
         rounded = tensors_of(trained.export)
         for parameter, master in trained.masters.items():
             if dtype == torch.float32:
-                assert same(found[parameter].detach(), master), parameter
+                assert same_bits(found[parameter].detach(), master), parameter
             elif precision == "bf16" and parameter in rounded:  # the rounded weights on the device
-                assert same(found[parameter].detach(), rounded[parameter]), parameter
+                assert same_bits(found[parameter].detach(), rounded[parameter]), parameter
             elif precision == "fp32":
-                assert same(found[parameter].detach(), master.bfloat16()), parameter
+                assert same_bits(found[parameter].detach(), master.bfloat16()), parameter
 
 
 def test_what_the_configuration_ties_but_the_training_had_apart_stays_apart(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_what_the_configuration_ties_but_the_training_had_apart_stays_apart(tmp_
     export_stored(trained.checkpoint, tmp_path / "ours")
     found = tensors_of(tmp_path / "ours")
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        assert same(found[name], trained.masters[name])
-    assert not same(found["lm_head.weight"], found["model.embed_tokens.weight"])
+        assert same_bits(found[name], trained.masters[name])
+    assert not same_bits(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_dtypes_and_buffers_are_those_of_the_training(tmp_path: Path) -> None:
     trained = train(model, family.batch(), tmp_path, precision="bf16")
     found, weights = read_stored(trained.checkpoint)
     weights.close()
-    assert all(same(found.get_buffer(name), value) for name, value in expected.items())
+    assert all(same_bits(found.get_buffer(name), value) for name, value in expected.items())
     assert not found.training
 
 
@@ -105,7 +105,7 @@ def test_buffers_that_are_in_no_file_are_those_of_from_pretrained(tmp_path: Path
     found, weights = read_stored(trained.checkpoint)
     weights.close()
     assert expected.keys() == dict(found.named_buffers()).keys()
-    assert all(same(value, expected[name]) for name, value in found.named_buffers())
+    assert all(same_bits(value, expected[name]) for name, value in found.named_buffers())
 
 
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:

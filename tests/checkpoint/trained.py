@@ -43,13 +43,6 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path, **sett
     return Trained(folder / "checkpoints" / "step-1", folder / "theirs", masters)
 
 
-def flip(path: Path, position: int = -1000) -> None:
-    """Flip a bit in a file."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 4
-    path.write_bytes(data)
-
-
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors in a Hugging Face folder by stored name."""
     found = {}

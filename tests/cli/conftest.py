@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests import forks
+from tests import forks, run_folder
 
-ROOT = Path(__file__).parents[2]
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+LLAMA = run_folder.LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True}
 SENTENCE = "the weights of a block are fetched, used and given back; then the next block is fetched. "
 
 
@@ -41,13 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
+    return run_folder.environment(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

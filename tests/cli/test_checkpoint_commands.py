@@ -21,8 +21,9 @@ from offload import export, generate, verify
 from offload.errors import CheckpointError, ConfigError
 from offload.extras.generate.sampler import GeneratedTokens, Sampler
 from tests import forks
-from tests.checkpoint.trained import flip, tokenizer, train
-from tests.cli.conftest import ROOT
+from tests.checkpoint.trained import tokenizer, train
+from tests.forks import ROOT
+from tests.run_folder import flip
 from tests.zoo.families import families
 
 Call = Callable[..., "tuple[int | None, str]"]
@@ -125,7 +126,7 @@ def test_export_in_shards_and_another_dtype(run: Path, call: Call) -> None:
 
 def test_export_of_what_is_damaged_leaves_nothing(run: Path, call: Call) -> None:
     out = run.parent / "out"
-    flip(run / "checkpoints" / "step-2" / "rank-0.bin", 100)
+    flip(run / "checkpoints" / "step-2" / "rank-0.bin", 800)
     with pytest.raises(CheckpointError, match=r"rank-0\.bin is damaged.*The last good one is .*step-3"):
         call(export, run / "checkpoints" / "step-2", out)
     for step in (1, 3):
@@ -211,7 +212,7 @@ def first(folder: Path) -> Path:
 
 NORM = "model.norm.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "header": (lambda folder: flip(first(folder), 12), "damaged or not a safetensors file"),
+    "header": (lambda folder: flip(first(folder), 8 * 12), "damaged or not a safetensors file"),
     "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header describes"),
     "missing": (lambda folder: first(folder).unlink(), "which model.safetensors.index.json names"),
     "moved": (lambda folder: in_index(folder, lambda names: names.update({NORM: first(folder).name})), f"lacks {NORM}"),

@@ -22,6 +22,7 @@ from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError, RankLostError
 from tests.cli.conftest import EITHER
 from tests.lanes.patience import eventually
+from tests.run_folder import lines_of
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., Any]
@@ -93,23 +94,6 @@ def test_where_no_rank_is_left_to_say_why_the_launcher_does() -> None:
         exit_code({1: -11, 0: -9}, is_interrupted=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--train.stpes", "5"], ["train.stpes", "did you mean train.steps?"]),
-        (["--train.batch_size", "1"], ["train.batch_size is 1", "2 ranks", "--train.batch_size to 2"]),
-    ],
-)
-def test_a_wrong_configuration_is_refused_before_any_rank_starts(
-    train: Train, arguments: list[str], words: list[str]
-) -> None:
-    result = train("--gpus", "2", *arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert not [word for word in words if word not in result.stderr], result.stderr
-
-
 @EITHER
 @no_gpu
 def test_two_ranks_train_one_model(
@@ -131,7 +115,7 @@ def test_two_ranks_train_one_model(
     assert lines[2].startswith("data: "), "not what a single process says of its imports"
     assert len(lines) == len(set(lines)), "every line once"
     assert "logits bit-equal" in result.stdout
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = lines_of(run)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     assert [(line["tokens"], line["targets"]) for line in metrics] == [(3 * 32, 3 * 31)] * 4
     assert json.loads((run / "env.json").read_text())["world_size"] == 2
@@ -139,30 +123,38 @@ def test_two_ranks_train_one_model(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
     Trainer(parse_config([*tiny, *more, "--run.dir", "one"], prog="", description="")).run()
-    single = [json.loads(line) for line in (folder / "one/metrics.jsonl").read_text().splitlines()]
+    single = lines_of(folder / "one")
     for key in ("loss", "grad_norm", "eval_loss"):
         found, expected = ([line[key] for line in each if key in line] for each in (metrics, single))
         assert found == pytest.approx(expected, rel=1e-4), key
     assert {file.name for file in run.iterdir()} == {file.name for file in (folder / "one").iterdir()}
 
 
-@pytest.mark.slow
 @no_gpu
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--model.path", "nowhere"], 2, ["model.path is nowhere"]),
-        (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes"]),
+        (["--train.stpes", "5"], 2, ["train.stpes", "did you mean train.steps?"]),
+        (["--train.batch_size", "1"], 2, ["train.batch_size is 1", "2 ranks", "--train.batch_size to 2"]),
+        pytest.param(["--model.path", "nowhere"], 2, ["model.path is nowhere"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--offload.device_memory", "20KiB"],
+            3,
+            ["offload.device_memory", "20480 bytes"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_that_cannot_train_say_so_once(
     train: Train, folder: Path, tiny: list[str], arguments: list[str], code: int, words: list[str]
 ) -> None:
+    """A wrong configuration is refused before any rank starts."""
     result = train("--gpus", "2", *tiny, "--run.dir", "refused-ranks", *arguments)
     assert result.returncode == code, result.stderr
     assert result.stderr.startswith("offload: ")
     assert result.stderr.count("\n") == 1, result.stderr
     assert not [word for word in words if word not in result.stderr], result.stderr
+    assert (result.stdout == "") == ("--train" in arguments[0])
     assert not (folder / "refused-ranks").exists()
 
 

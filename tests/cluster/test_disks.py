@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -11,23 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from offload.distributed.ranks import NamespaceSocket
 from tests import forks
+from tests.run_folder import SHAPE, lines_of, write_shape, write_text
 
 RUN = Path("run/checkpoints")
 
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def settings(tmp_path: Path, shape: Mapping[str, int] = SMALL) -> list[str]:
+def settings(tmp_path: Path, shape: Mapping[str, int] = SHAPE) -> list[str]:
     """Write a small model configuration and text, readable from any folder. Return the settings."""
-    AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(tmp_path / "shape")
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
-    data = ["--model.path", f"{tmp_path}/shape/config.json", "--data.source", str(text)]
+    config, text = write_shape(tmp_path / "shape", **shape), write_text(tmp_path)
+    data = ["--model.path", str(config), "--data.source", str(text)]
     data += ["--data.sequence_length", "32", "--train.batch_size", "6", "--checkpoint.every", "2"]
     return [*data, "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]  # valid for any number of steps
 
@@ -82,8 +76,7 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
     ((code, text),) = train([three], [*unexported, "--train.steps", "10"])
     assert code == 0
     assert "resumed at step 8" in text
-    lines = [json.loads(line) for line in (three / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [7, 8, 9, 10]
+    assert [line["step"] for line in lines_of(three / "run")] == [7, 8, 9, 10]
 
 
 def test_a_door_is_found_from_its_own_network_alone():

@@ -22,7 +22,8 @@ from tests.cluster.network import Network, network
 from tests.cluster.test_disks import settings
 from tests.cluster.test_examples import FOLDER, words_of
 from tests.distributed.ranks import Rank
-from tests.forks import MINUTES, ROOT
+from tests.forks import MINUTES
+from tests.run_folder import environment, lines_of
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +42,7 @@ def started(machines: Network, words: Sequence[str], restarts: int = 0, ranks: i
             output = folder / f"output-{number}"
             example = words_of(folder, [FOLDER / "torchrun.sh", *words], NODE=str(number), **common)
             run = ["-u", *machines.words(number, disk), "torch.distributed.run", *example]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            env["XDG_CACHE_HOME"] = str(folder / f"cache-{number}")
+            env = environment(folder / f"cache-{number}")
             with output.open("wb") as file:
                 process = forks.start(run, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT)
             opened.callback(process.close)
@@ -52,13 +52,12 @@ def started(machines: Network, words: Sequence[str], restarts: int = 0, ranks: i
 
 def alone(folder: Path, words: Sequence[str]) -> None:
     """Train in one process on this host."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache-0")}
-    found = forks.run(["-m", "offload.train", *words], cwd=folder, env=env)
+    found = forks.run(["-m", "offload.train", *words], cwd=folder, env=environment(folder / "cache-0"))
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines_of(run)]
 
 
 def assert_alike(run: Path, other: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests import forks
 from tests.forks import PATIENCE_S, ROOT
-from tests.ports import free_port
+from tests.ports import free_port, rank_variables
 
 
 @dataclass
@@ -43,16 +43,7 @@ class Rank:
 @contextmanager
 def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
     """Start `python -m tests.distributed.ranks_child ARGUMENTS` in `size` ranks. Kill all at the end."""
-    common = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **environment,
-    }
+    common, port = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, free_port()
     started: list[Rank] = []
     try:
         for rank in range(size):
@@ -60,7 +51,7 @@ def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Itera
             with path.open("wb") as file:
                 process = forks.start(
                     ["-u", "-m", "tests.distributed.ranks_child", *arguments],
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=common | rank_variables(rank, size, port) | environment,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     rank=rank,

@@ -19,6 +19,7 @@ from offload.distributed.joining import open_comm
 from offload.distributed.ranks import Ranks
 from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError
+from tests.engine.compare import same_bits
 
 QUICK = WatchdogLimits(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
 """Long limits: a busy machine loses no rank. Tests about lost ranks set the limit in `losing`."""
@@ -39,10 +40,6 @@ def plain_sum(size: int, full_numel: int, rank: int, dtype: torch.dtype, to: tor
     for piece in pieces[1:]:
         total = total + piece
     return total.to(to)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 FORMATS = (

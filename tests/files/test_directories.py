@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from offload.errors import ConfigError, DoesNotFitError
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from tests import forks
-from tests.disks import mounted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts of Linux")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
@@ -24,11 +24,15 @@ needs_tmpfs = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system with 16 MiB."""
-    with mounted(tmp_path, 16 << 20) as point:
-        yield point
+@contextmanager
+def memory_at(point: Path) -> Iterator[None]:
+    """Mount a tmpfs. Skip the test if mounts are not permitted."""
+    if subprocess.run(["mount", "-t", "tmpfs", "none", point], check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", point], check=True)
 
 
 class TestRefusals:
@@ -69,24 +73,15 @@ class TestRefusals:
 
     @needs_root
     def test_memory_mounted_below_a_disk(self, tmp_path):
-        point = tmp_path / "a b"
-        (point / "c").mkdir(parents=True)
-        if subprocess.run(["mount", "-t", "tmpfs", "none", point], check=False).returncode:
-            pytest.skip("no tmpfs can be mounted here")
-        try:
-            (point / "c").mkdir()
-            self.refused([point / "c"], "tmpfs")
+        (tmp_path / "a b").mkdir()
+        with memory_at(tmp_path / "a b"):
+            (tmp_path / "a b" / "c").mkdir()
+            self.refused([tmp_path / "a b" / "c"], "tmpfs")
             assert file_system(tmp_path / "a bc") != "tmpfs"
-        finally:
-            subprocess.run(["umount", point], check=True)
 
     def test_memory_mounted_over_a_disk(self, disk):
-        if subprocess.run(["mount", "-t", "tmpfs", "none", disk], check=False).returncode:
-            pytest.skip("no tmpfs can be mounted here")
-        try:
+        with memory_at(disk):
             self.refused([disk], "tmpfs")
-        finally:
-            subprocess.run(["umount", disk], check=True)
 
     def test_read_only_mount(self, disk):
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from offload.extras.plan.simulated_step import (
     FEW,
     SimulatedCall,
     SimulatedPlan,
+    SimulatedStep,
     simulate,
     simulate_passes,
     simulate_shortened,
@@ -52,14 +54,19 @@ CASES = {
 }
 
 
+def both(its: SimulatedPlan, ratio: float, shortened: Callable[..., SimulatedStep]) -> list[SimulatedStep]:
+    """Return a step with all blocks, and a shortened one, which takes nearly as long."""
+    seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
+    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
+    found = [simulate(calls, its, seconds), shortened(calls, its, seconds, 6)]
+    assert found[1].seconds == pytest.approx(found[0].seconds, rel=0.05)
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ratio", [0.3, 1.5])
 def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) -> None:
-    its = CASES[name]
-    seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
-    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
-    all_of_it, few = simulate(calls, its, seconds), simulate_shortened(calls, its, seconds, 6)
-    assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.05)
+    all_of_it, few = both(CASES[name], ratio, simulate_shortened)
     for link in ("d2h", "update", "nvme_write"):
         assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link])
     assert few.busy_s["h2d"] == pytest.approx(all_of_it.busy_s["h2d"], rel=0.05)
@@ -69,10 +76,7 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
 @pytest.mark.parametrize("ratio", [0.3, 1.5])
 def test_a_step_of_many_passes_is_extrapolated_from_two(name: str, ratio: float) -> None:
     its = replace(CASES[name], passes=9, summed=frozenset(region.index for region in CASES[name].regions))
-    seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
-    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
-    all_of_it, few = simulate(calls, its, seconds), simulate_passes(calls, its, seconds, 6)
-    assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.05)
+    all_of_it, few = both(its, ratio, simulate_passes)
     for link in ("h2d", "d2h", "update"):
         assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link], rel=0.05)
 

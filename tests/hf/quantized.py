@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,16 +85,31 @@ def nf4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
     numel = flat.numel()
     codes, sizes = records[:, :8192].reshape(-1)[: numel // 2], records[:, 8192:8448].reshape(-1)[: numel // 64]
     most, mean = records[:, 8448:8452].view(torch.float32).view(-1), records[0, 8452:].view(torch.float32)
+    members = nf4_members(codes, sizes, most, mean.item(), weight.shape, dtype)
+    levels, places = nf4_levels().numpy(), np.stack([codes.numpy() >> 4, codes.numpy() & 15], 1).reshape(-1)
+    of_blocks = dynamic_map().numpy()[sizes.numpy()] * np.repeat(most.numpy(), 256)[: len(sizes)] + mean.numpy()
+    decoded = levels[places] * np.repeat(of_blocks, 64)
+    return members, torch.from_numpy(decoded).view(weight.shape).to(dtype)
+
+
+def nf4_members(
+    codes: Tensor, sizes: Tensor, most: Tensor, mean: float, shape: Sequence[int], dtype: torch.dtype
+) -> Members:
+    """Return what bitsandbytes stores for a matrix with double quantization.
+
+    codes: uint8, two elements each. sizes: uint8 scales of 64 elements. most, mean: fp32 scales of 256 scales, and
+    their offset.
+    """
     state = {
         "quant_type": "nf4",
         "blocksize": 64,
         "dtype": str(dtype).removeprefix("torch."),
-        "shape": list(weight.shape),
+        "shape": list(shape),
         "nested_blocksize": 256,
         "nested_dtype": "float32",
-        "nested_offset": mean.item(),
+        "nested_offset": mean,
     }
-    members = {
+    return {
         ".weight": codes.view(-1, 1),
         ".weight.absmax": sizes,
         ".weight.quant_map": nf4_levels(),
@@ -102,10 +117,6 @@ def nf4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
         ".weight.nested_quant_map": dynamic_map(),
         ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
-    levels, places = nf4_levels().numpy(), np.stack([codes.numpy() >> 4, codes.numpy() & 15], 1).reshape(-1)
-    of_blocks = dynamic_map().numpy()[sizes.numpy()] * np.repeat(most.numpy(), 256)[: len(sizes)] + mean.numpy()
-    decoded = levels[places] * np.repeat(of_blocks, 64)
-    return members, torch.from_numpy(decoded).view(weight.shape).to(dtype)
 
 
 def nf4_single(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
@@ -172,10 +183,12 @@ def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
 
 
 _BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+DOUBLE = {**_BITSANDBYTES, "bnb_4bit_use_double_quant": True}
+"""Configuration entry of a model in nf4 with double quantization."""
 FORMATS: dict[str, tuple[Callable[..., tuple[Members, Tensor]], dict[str, Any]]] = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}),
-    "nf4": (nf4, {**_BITSANDBYTES, "bnb_4bit_use_double_quant": True}),
+    "nf4": (nf4, DOUBLE),
     "nf4 single": (nf4_single, _BITSANDBYTES),
     "int4": (int4, _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)),
     "int8": (int8, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),

@@ -33,7 +33,8 @@ from offload.app.hf.models import (
 from offload.app.hf.names import CannotStream
 from offload.errors import ConfigError, DiskError
 from tests import forks
-from tests.checkpoint.folders import names, same
+from tests.checkpoint.folders import names
+from tests.engine.compare import same_bits
 from tests.zoo.families import families
 
 SMALL: dict[str, Any] = {
@@ -195,7 +196,7 @@ def test_what_hangs_on_the_dtype_of_loading_is_as_from_pretrained_makes_it(
         built = build_model(ModelSection(path=str(tmp_path)), seed=0, dtype=dtype)
         mine, theirs = tensors_beside(built.model), tensors_beside(auto.from_pretrained(tmp_path, dtype=dtype))
         assert mine.keys() == theirs.keys()
-        assert [key for key in mine if not same(mine[key], theirs[key])] == []
+        assert [key for key in mine if not same_bits(mine[key], theirs[key])] == []
         assert {key: value.dtype for key, value in built.model.named_parameters()} == own
 
 

@@ -27,7 +27,8 @@ from offload.app.hf.read import FolderWeights, weight_files
 from offload.app.hf.sources import StackedSource
 from offload.errors import ConfigError, DiskError
 from offload.extras.tools.folder_check import verify_folder
-from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
+from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read
+from tests.engine.compare import same_bits
 from tests.zoo.families import families
 
 
@@ -76,7 +77,7 @@ def test_any_range_of_a_parameter_is_read_alone(name: str, tmp_path: Path) -> No
         assert source.shape == value.shape
         numel = len(flat)
         for begin, end in ((0, numel), (0, 1), (numel - 1, numel), (numel // 3, numel // 3 * 2 + 1), (5, 5)):
-            assert same(source.read(begin, end), flat[begin:end]), (parameter, begin, end)
+            assert same_bits(source.read(begin, end), flat[begin:end]), (parameter, begin, end)
 
 
 def test_a_range_of_a_stack_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
     found, weights = read(LlamaForCausalLM, tmp_path)
     fill(weights, "model.embed_tokens", found.model.embed_tokens)
     assert found.lm_head.weight is found.model.embed_tokens.weight
-    assert same(found.lm_head.weight, model.lm_head.weight)
+    assert same_bits(found.lm_head.weight, model.lm_head.weight)
     assert weights.report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert weights.report.missing == {}
 
@@ -164,7 +165,7 @@ def test_missing_parameters_are_initialised_as_a_random_model_is(folder: Path) -
     missing = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"]
     assert weights.report.missing == dict(zip(missing, [(32, 48), (48, 32)], strict=True))
     for name in missing:
-        assert same(found.get_parameter(name), random.get_parameter(name))
+        assert same_bits(found.get_parameter(name), random.get_parameter(name))
     again, weights = read(LlamaForCausalLM, folder)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.0\.mlp\.down_proj\.weight"):
         FolderWeights(again, folder)
@@ -222,9 +223,10 @@ def test_added_tokens_get_the_mean_row_if_asked_for(tmp_path: Path, tied: bool) 
     for name in grown:
         old, new = model.get_parameter(name), found.get_parameter(name)
         mean = old.double().mean(0).float().bfloat16()
-        assert same(new[:40], old)
-        assert same(new[40:], mean.expand(3, 32))
-        assert same(weights.source(name).read(39 * 32 + 7, 41 * 32 + 9), new.reshape(-1)[39 * 32 + 7 : 41 * 32 + 9])
+        assert same_bits(new[:40], old)
+        assert same_bits(new[40:], mean.expand(3, 32))
+        begin, end = 39 * 32 + 7, 41 * 32 + 9
+        assert same_bits(weights.source(name).read(begin, end), new.reshape(-1)[begin:end])
     # The resize in transformers samples from a normal distribution so narrow that bf16 rounds to the mean.
     torch.manual_seed(0)
     model.resize_token_embeddings(43)
@@ -255,7 +257,7 @@ def test_the_dtype_is_the_configurations_and_else_the_files(folder: Path) -> Non
         assert differences(loaded, found) == []
         for begin, end in ((100, 1280), (7, 9)):  # a partial tensor, in a dtype other than the file dtype
             part = weights.source("lm_head.weight").read(begin, end)
-            assert same(part, loaded.lm_head.weight.detach().reshape(-1)[begin:end])
+            assert same_bits(part, loaded.lm_head.weight.detach().reshape(-1)[begin:end])
 
 
 def test_the_generation_config_of_the_folder_is_taken(folder: Path) -> None:

@@ -22,7 +22,8 @@ from offload.app.hf.names import CannotStream
 from offload.app.hf.tensor_writer import TensorFileWriter
 from offload.app.hf.write import export_folder, write_model
 from offload.errors import ConfigError, DiskError, OffloadError
-from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
+from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read
+from tests.engine.compare import same_bits
 from tests.hf.test_read import assert_read, make_large, peak_of
 from tests.zoo.families import families
 
@@ -85,7 +86,7 @@ def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dty
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     given, ours = tensors(tmp_path / "given"), tensors(tmp_path / "ours")
     assert given.keys() == ours.keys() == done.hashes.keys()
-    assert all(same(given[key], ours[key]) or given[key].dtype != ours[key].dtype for key in given)
+    assert all(same_bits(given[key], ours[key]) or given[key].dtype != ours[key].dtype for key in given)
 
 
 @pytest.mark.parametrize("name", [one for one in names() if one.values[0] in list(families())[::4] or not one.marks])
@@ -115,7 +116,7 @@ def test_a_model_that_was_never_loaded_is_written_and_loads_with_equal_logits(na
         parameter.data = parameter.data.clone()
     if not family.is_random:
         # a second model, because the first phimoe run in a process differs from all later runs
-        assert same(logits(again, batch), logits(family.build(), batch))
+        assert same_bits(logits(again, batch), logits(family.build(), batch))
 
 
 def test_old_names_that_were_read_are_written_again(tmp_path: Path) -> None:
@@ -153,11 +154,11 @@ def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None
         assert theirs["weight_map"].keys() == ours["weight_map"].keys()
         theirs, ours = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
         assert theirs.keys() == ours.keys()
-        assert all(same(theirs[key], ours[key]) for key in ours)
+        assert all(same_bits(theirs[key], ours[key]) for key in ours)
     else:
         assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     state = type(model).from_pretrained(tmp_path / "ours").state_dict()
-    assert all(same(state[key], expected[key]) for key in state)
+    assert all(same_bits(state[key], expected[key]) for key in state)
 
 
 def test_each_parameter_is_asked_for_once_in_the_models_order_and_tied_ones_by_the_first_name(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_any_other_module_is_written_under_its_own_names(tmp_path: Path) -> None
     write_model(model, rest(model), tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
-    assert all(same(found[key], expected[key]) for key in found)
+    assert all(same_bits(found[key], expected[key]) for key in found)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
@@ -207,7 +208,7 @@ def test_only_an_earlier_export_is_replaced_and_only_if_asked(tmp_path: Path) ->
             model = LlamaForCausalLM(llama())
         head = model.lm_head.weight.detach().clone()
         write_model(model, rest(model), out, replace=bool(seed))
-        assert same(tensors(out)["lm_head.weight"], head)
+        assert same_bits(tensors(out)["lm_head.weight"], head)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "README.md").write_text("precious")
     with pytest.warns(UserWarning, match=r"held README\.md, which no export has, and was renamed to"):

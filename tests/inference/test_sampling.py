@@ -23,8 +23,9 @@ from offload.extras.generate.sampler import Sampler, SamplingOptions
 from offload.extras.generate.streamed_model import StreamedModel
 from tests.cases.models import bert, t5, tokens
 from tests.checkpoint.folders import llama
-from tests.checkpoint.trained import flip, tokenizer, train
+from tests.checkpoint.trained import tokenizer, train
 from tests.matrix import quick
+from tests.run_folder import flip
 from tests.zoo.families import families
 
 PROMPT = torch.tensor([[7, 31, 12, 40, 9]])
@@ -358,7 +359,7 @@ def test_damage_that_is_read_while_writing_is_one_error_that_offers_another(mode
         shutil.copytree(checkpoint, tmp_path / f"step-{step}")
     data = tmp_path / "step-2" / "rank-0.bin"
     for position in range(0, data.stat().st_size, data.stat().st_size // 7):
-        flip(data, position)
+        flip(data, 8 * position)
     match = r"rank-0\.bin is damaged.*The last good one is .*step-1"
     with (
         pytest.raises(CheckpointError, match=match),

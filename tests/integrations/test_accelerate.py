@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from offload import AdamW
 from offload.errors import ConfigError
-from tests.checkpoint.folders import same
+from tests.engine.compare import same_bits
 from tests.integrations.plain import (
     CLIP,
     LR,
@@ -93,7 +93,7 @@ def test_what_is_saved_of_a_model_in_bf16_is_in_bf16(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "folder", state_dict=dict(found))  # save_pretrained empties the dictionary
     for state in (found, *(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "folder"))):
         assert state.keys() == wanted.keys()
-        assert [name for name in wanted if not same(state[name], wanted[name])] == []
+        assert [name for name in wanted if not same_bits(state[name], wanted[name])] == []
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

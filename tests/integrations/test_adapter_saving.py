@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save
 from offload import AdamW, Engine
 from offload.errors import ConfigError
 from offload.integrations.saving import adapters_state
-from tests.checkpoint.folders import same
 from tests.engine import ranks
+from tests.engine.compare import same_bits
 from tests.engine.device import cpu_only
 from tests.integrations.plain import (
     CLIP,
@@ -275,7 +275,7 @@ def test_what_peft_saves_and_does_not_train_is_saved_as_it_is(
     for path, tensors in wanted.items():
         found = load_file(tmp_path / "found" / path)
         assert found.keys() == tensors.keys()
-        assert [name for name in tensors if not same(found[name], tensors[name])] == []
+        assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []
 
 
 def test_an_export_of_the_whole_model_is_refused_with_the_line_to_write(tmp_path: Path) -> None:

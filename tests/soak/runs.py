@@ -19,23 +19,13 @@ from safetensors.torch import load_file
 
 from offload.app.checkpoint_folder import Checkpoints
 from tests import forks
-from tests.forks import ROOT
 from tests.lanes.patience import eventually
-from tests.ports import free_port
+from tests.ports import free_port, rank_variables
+from tests.run_folder import LLAMA, environment, learnt, lines_of, write_text
 
 # About 3 million parameters with dropout: 38 MB of states, slow enough to save for a kill during the save. Batches have
 # few tokens: on a CPU without AVX-512, bf16 products take seventy times the fp32 time.
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}
-# About ten thousand parameters without dropout, with steps in milliseconds.
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 LARGE = ["--model.path", "gpt2.json", "--train.precision", "bf16", "--train.max_grad_norm", "0.3"]
 SMALL = ["--model.path", "llama.json", "--train.precision", "fp32"]
 WORDS = [
@@ -55,22 +45,9 @@ def make_folder(path: Path) -> Path:
     """Write a working directory for the commands. An epoch has about 22 steps, so runs cover several epochs."""
     (path / "gpt2.json").write_text(json.dumps(GPT2))
     (path / "llama.json").write_text(json.dumps(LLAMA))
-    (path / "text.txt").write_text(
-        "\n".join(f"{number} is a number, {number + 1} the next one." for number in range(56))
-    )
+    write_text(path, 56)
     (path / "disk").mkdir()
     return path
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TERM": "dumb",
-    }
 
 
 @dataclass
@@ -95,11 +72,9 @@ class Forks:
     folder: Path
 
     def start(self, words: Sequence[str], log: Path, num_ranks: int) -> Processes:
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        started = []
+        port, started = free_port(), []
         for rank in range(num_ranks):
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+            env = rank_variables(rank, num_ranks, port) if num_ranks > 1 else {}
             started.append(command(forks.start, self.folder, words, log, env, rank=rank))
         return Processes(started, num_ranks)
 
@@ -109,7 +84,7 @@ def command(begin: Any, folder: Path, words: Sequence[str], log: Path, env: Any 
         return begin(
             ["-m", "offload.train", *words],
             cwd=folder,
-            env=environment(folder) | dict(env),
+            env=environment(folder / "cache") | {"OMP_WAIT_POLICY": "PASSIVE"} | dict(env),
             stdout=stream,
             stderr=stream,
             start_new_session=True,
@@ -212,8 +187,7 @@ class Run:
 
     def learnt(self) -> list[tuple[Any, ...]]:
         """Return the time-independent values in each metrics.jsonl line."""
-        lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
-        return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
+        return learnt(lines_of(self.path))
 
     def weights(self) -> Mapping[str, Any]:
         return load_file(self.path / "hf/model.safetensors")

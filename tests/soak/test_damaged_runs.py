@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.checkpoint.manifest import MANIFEST
+from tests.run_folder import contents, flip
 from tests.soak.runs import SMALL, Forks, Run
 
 FILES = [
@@ -43,17 +44,15 @@ def run(saved: Run, tmp_path: Path) -> Run:
 def test_by_the_command(run: Run, name: str, num_ranks: int) -> None:
     """By path: refused with one paragraph. Without a path, one rank or two resume from the previous checkpoint."""
     path = run.checkpoints.path / "step-4" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    before = {each: each.read_bytes() for each in run.path.rglob("*") if each.is_file()}
+    flip(path)
+    before = contents(run.path)
     words = run.words
     run.num_ranks, run.words = num_ranks, [*words, "--checkpoint.resume", str(path.parent)]
     assert run.start().codes() == {1}
     assert len(run.errors()) == 1, run.said()
     assert f"{path} is damaged" in run.errors()[0]
     assert run.errors()[0].endswith(f"The last good one is {run.checkpoints.path}/step-2.")
-    assert {each: each.read_bytes() for each in run.path.rglob("*") if each.is_file()} == before
+    assert contents(run.path) == before
 
     run.words = words
     assert run.start().codes() == {0}, run.said()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,19 +11,13 @@ import pytest
 import torch
 
 from offload.checkpoint.reader import verify
-from tests.disks import mounted
 from tests.forks import start
 from tests.lanes.patience import eventually
+from tests.run_folder import fill
 from tests.soak.runs import SMALL, Commands, Forks, Processes, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 FOR_EVER = [*SMALL, "--train.steps", "1000000", "--checkpoint.every", "5"]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path, 16 << 20) as point:
-        yield point
 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
@@ -43,15 +35,6 @@ def wait_for(words: str, run: Run, processes: Processes, times: int = 1) -> None
 
 def num_said(words: str, run: Run) -> int:
     return len(re.findall(words, run.said(), re.MULTILINE))
-
-
-def fill(disk: Path) -> Path:
-    """Use all free space on a disk. Can be called again to fill newly freed space."""
-    path = disk / "other"
-    with path.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(b"1" * 4096)
-    return path
 
 
 def check_what_is_there(run: Run, *, while_it_runs: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,37 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer, TrainResult
 from offload.engine.engine import Engine
+from tests.run_folder import SHAPE, lines_of, write_shape, write_text
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
-    "bert": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "architectures": ["BertForMaskedLM"],
-    },
+    "llama": SHAPE | {"num_hidden_layers": 3},
+    "bert": SHAPE | {"architectures": ["BertForMaskedLM"]},
     "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_ctx": 64, "n_positions": 64},
-    "mixtral": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-    },
-    "gpt_oss": {
+    "mixtral": SHAPE | {"num_key_value_heads": 2, "num_local_experts": 4},
+    "gpt_oss": SHAPE
+    | {
         "hidden_size": 72,
         "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "num_local_experts": 4,
@@ -51,25 +36,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
     },
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-    "gemma2": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "eos_token_id": 0,
-        "bos_token_id": 0,
-    },
+    "gemma2": SHAPE | {"num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 0, "bos_token_id": 0},
 }
 
 
 HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -113,17 +84,14 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function that trains over a few kilobytes of text and returns (result, metrics.jsonl lines, stdout)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
+    text = write_text(tmp_path)
 
     def train(
         name: str, family: str = "llama", without: Sequence[str] = (), **settings: Any
     ) -> tuple[TrainResult, list[dict[str, Any]], str]:
-        folder = tmp_path / f"{family}-shape"
-        AutoConfig.for_model(family, vocab_size=384, **SHAPES[family]).save_pretrained(folder)
         values = {
             "run__dir": str(tmp_path / name),
-            "model__path": str(folder / "config.json"),
+            "model__path": str(write_shape(tmp_path / f"{family}-shape", family, **SHAPES[family])),
             "data__source": str(text),
             "data__sequence_length": 32,
             "data__eval_share": 0.1,

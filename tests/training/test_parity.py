@@ -28,6 +28,7 @@ from offload.extras.tools.parity_check import WeightComparison, first_mismatch
 from offload.optim.sgd import SGD
 from tests import forks
 from tests.engine.fp8 import LEAST_SIZE
+from tests.run_folder import write_shape, write_text
 from tests.training.conftest import SHAPES
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
@@ -40,7 +41,7 @@ PEFT = [pytest.mark.skipif(find_spec("peft") is None, reason="peft is not instal
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, tokenized once per module."""
     path = tmp_path_factory.mktemp("parity")
-    (path / "text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    write_text(path)
     return path
 
 
@@ -51,7 +52,7 @@ def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[s
     monkeypatch.chdir(folder)
 
     def make(*more: str, family: str = "llama", **shape: Any) -> list[str]:
-        AutoConfig.for_model(family, vocab_size=384, **SHAPES[family], **shape).save_pretrained("shape")
+        write_shape(Path("shape"), family, **SHAPES[family], **shape)
         return [
             *("--model.path", "shape/config.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
             *("--train.batch_size", "4", "--train.precision", "fp32", "--optimizer.warmup_steps", "0", "--steps", "3"),

@@ -19,9 +19,10 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
-from tests.training.conftest import SHAPES, lines_of
+from tests.run_folder import lines_of, numbers
+from tests.training.conftest import SHAPES
 
-ROWS = [f"{number} is a number, {number + 1} is the next one." for number in range(80)]
+ROWS = numbers(80)
 
 
 @pytest.fixture

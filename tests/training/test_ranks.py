@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
 from tests import forks
-from tests.training.conftest import lines_of
+from tests.run_folder import SHAPE, lines_of, write_shape, write_text
 
 Run = Callable[..., list[Any]]
 
@@ -19,9 +18,8 @@ Run = Callable[..., list[Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working directory of the ranks: a model configuration and a few kilobytes of text."""
     path = tmp_path_factory.mktemp("ranks")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(path / "shape")
-    (path / "text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    write_shape(path / "shape", **SHAPE)
+    write_text(path)
     return path
 
 

@@ -20,6 +20,7 @@ from offload.errors import ConfigError
 from offload.extras.data.tokenizer import train_bpe
 from tests import forks
 from tests.integrations.plain import needs
+from tests.run_folder import write_text
 from tests.training.conftest import SHAPES
 
 needs("peft", "accelerate")
@@ -73,7 +74,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the exports of a whole run and of an adapter's, from a relative path of the base."""
     folder = tmp_path_factory.mktemp("saved")
-    (base / "text.txt").write_text("\n".join(f"{n} is a number, {n + 1} is the next one." for n in range(200)))
+    write_text(base, 200)
     own = {"model.path": "base", "data.tokenizer": "tokenizer", "data.source": "text.txt", "data.sequence_length": 32}
     own |= {"train.steps": 1, "train.batch_size": 4, "train.precision": "fp32", "checkpoint.every": 1}
     kinds: dict[str, Any] = {"whole": {}, "lora": {"lora.rank": 4, "lora.target_modules": ADAPTER["target_modules"]}}

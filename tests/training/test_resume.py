@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -30,7 +29,8 @@ from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, InterruptedRun
 from offload.export import main as export_command
 from offload.extras.data.tokenizer import train_bpe
-from tests.disks import held_back, mounted
+from tests.disks import held_back
+from tests.run_folder import contents, fill, flip, learnt, numbers
 from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -89,12 +89,7 @@ def make_folder(family: str, folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    text = [f"{number} is a number, {number + 1} is the next one." for number in range(400)]
-    train_bpe(text, 384).save_pretrained(folder)
-
-
-def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
+    train_bpe(numbers(), 384).save_pretrained(folder)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -173,7 +168,7 @@ def test_a_run_from_a_folder_goes_on_without_it(run: Any, ended: Any, tmp_path: 
     assert "the weights of a checkpoint" in output
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
-    assert files(result.dir / "hf")["config.json"] == files(whole.dir / "hf")["config.json"]
+    assert contents(result.dir / "hf")["config.json"] == contents(whole.dir / "hf")["config.json"]
 
 
 @pytest.mark.slow
@@ -201,14 +196,14 @@ def test_no_run_begins_at_damage_alone(run: Any, ended: Any, tmp_path: Path, nam
     folder = tmp_path / "parts/checkpoints"
     for step in (2, 4):
         flip(folder / f"step-{step}" / name)
-    before = files(folder.parent)
+    before = contents(folder.parent)
     with pytest.raises(CheckpointError, match=rf"none of the 2 .*step-4/{name} is damaged.*step-2/{name} is damaged"):
         run("parts", **common)
-    assert files(folder.parent) == before
+    assert contents(folder.parent) == before
     flip(folder / "step-2" / name)
     with pytest.raises(CheckpointError, match=rf"step-4/{name} is damaged.*The last good one is .*step-2"):
         run("parts", **common, **{"checkpoint.resume": str(folder / "step-4")})
-    assert files(folder.parent) == {**before, f"checkpoints/step-2/{name}": (folder / "step-2" / name).read_bytes()}
+    assert contents(folder.parent) == {**before, f"checkpoints/step-2/{name}": (folder / "step-2" / name).read_bytes()}
 
 
 @pytest.mark.slow
@@ -289,9 +284,9 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> N
     """A resumed run removes a truncated last line from the metrics file."""
     common = {"checkpoint.every": 3}
     first, _, _ = run("run", **common, **{"train.steps": 3})
-    before = files(first.dir)
+    before = contents(first.dir)
     again, _, output = run("run", **common, **{"train.steps": 3})
-    assert files(first.dir) == before
+    assert contents(first.dir) == before
     assert (again.steps, again.export) == (3, None)
     assert "done: 3 steps" in output
     with (first.dir / "metrics.jsonl").open("a") as stream:
@@ -299,7 +294,7 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> N
     result, lines, _ = run("run", **common, **{"train.steps": 5})
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert (result.dir / "hf/config.json").exists()
-    assert files(first.dir)["hf/model.safetensors"] != before["hf/model.safetensors"]
+    assert contents(first.dir)["hf/model.safetensors"] != before["hf/model.safetensors"]
 
 
 @pytest.mark.slow
@@ -307,17 +302,10 @@ def test_other_data_make_another_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("number", "numeral"))
-    before = files(tmp_path / "run")
+    before = contents(tmp_path / "run")
     with pytest.raises(ConfigError, match="training data has changed since the run began"):
         run("run", **{"train.steps": 6})
-    assert files(tmp_path / "run") == before
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 16 MiB."""
-    with mounted(tmp_path, 16 << 20) as point:
-        yield point
+    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize(
@@ -369,7 +357,7 @@ def test_an_export_to_a_full_disk_loses_no_states(
     def filling(self: Engine, *args: Any, **more: Any) -> Any:
         tries.append(1)
         if len(tries) == 1:
-            fill(disk / "other")
+            fill(disk)
         else:
             (disk / "other").unlink()
         return export(self, *args, **more)
@@ -489,21 +477,3 @@ def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_p
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
     with pytest.raises(ConfigError, match=r"was written by engine\.save_checkpoint outside of a run"):
         run("new", **{"checkpoint.resume": str(tmp_path / "alone")})
-
-
-def fill(path: Path) -> None:
-    """Use all free space on a disk."""
-    with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(b"1" * 4096)
-
-
-def flip(path: Path) -> None:
-    """Flip one bit in the middle byte of a file. A second call restores the file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -15,7 +15,8 @@ from offload.app.hf.models import build_model
 from offload.app.hf.reload import TOLERANCE
 from offload.layout.planes import DTYPES
 from offload.modules import in_eval_mode
-from tests.checkpoint.folders import read, same
+from tests.checkpoint.folders import read
+from tests.engine.compare import same_bits
 from tests.hf.test_write import logits, tensors
 from tests.zoo.families import buildable, families
 
@@ -53,8 +54,8 @@ def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtyp
     theirs.save_pretrained(tmp_path / "theirs")
     first, wanted, found = tensors(given), tensors(tmp_path / "theirs"), tensors(out)
     assert found.keys() == wanted.keys() == first.keys()
-    assert [key for key in wanted if not same(wanted[key], found[key])] == []
-    assert [key for key in first if not same(first[key].to(found[key].dtype), found[key])] == []
+    assert [key for key in wanted if not same_bits(wanted[key], found[key])] == []
+    assert [key for key in first if not same_bits(first[key].to(found[key].dtype), found[key])] == []
 
     again, info = auto.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert type(again) is family.model_class
@@ -65,7 +66,7 @@ def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtyp
             parameter.data = parameter.data.clone()  # the alignment of a mapped file changes the summation order
         batch = {k: v for k, v in family.batch().items() if k != "labels" or "input_ids" not in family.batch()}
         logits(again, batch)  # the first phimoe run in a process differs from all later runs
-        assert same(logits(again, batch), logits(theirs, batch))
+        assert same_bits(logits(again, batch), logits(theirs, batch))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

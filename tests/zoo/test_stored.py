@@ -17,7 +17,7 @@ from offload import Engine
 from offload.app.config.sections import ModelSection
 from offload.app.hf.models import build_model
 from offload.app.stored_model import export_stored, rebuild_model
-from tests.checkpoint.folders import same
+from tests.engine.compare import same_bits
 from tests.hf.test_write import tensors
 from tests.zoo.families import OVERRIDES, buildable, families
 
@@ -64,13 +64,13 @@ def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) ->
         assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
     buffers, found_buffers = (dict(each.model.named_buffers()) for each in (engine, again))
     assert found_buffers.keys() == buffers.keys()
-    assert [key for key, value in buffers.items() if not same(value, found_buffers[key])] == []
+    assert [key for key, value in buffers.items() if not same_bits(value, found_buffers[key])] == []
     engine.close()
     again.close()
     export_stored(tmp_path / "saved", tmp_path / "ours")
     ours, theirs = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
-    assert [key for key, value in theirs.items() if not same(value, ours[key])] == []
+    assert [key for key, value in theirs.items() if not same_bits(value, ours[key])] == []
     for path in (tmp_path / "theirs").glob("*.json"):
         assert path.read_bytes() == (tmp_path / "ours" / path.name).read_bytes(), path.name
 
