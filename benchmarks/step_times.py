@@ -16,11 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.ideal import Use
+from benchmarks.lanes import fastest_uses
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
+from offload.engine.units.stages import STAGES, Stage
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import UnitWork, Workload
@@ -28,12 +31,13 @@ from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import update_bytes
 from offload.planning.settings import Settings
+from tests.engine.test_toy_stage import Twice
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 
 WARM_STEPS = 5  # an engine distributes leftover device memory after the third step
 LINKS = ("h2d", "d2h", "update", "nvme_read", "nvme_write")
 FREE = 1e15
-RATES = Rates(FREE, FREE, 2 * FREE, {"fp32": 1.0, "bf16": 1.0}, FREE, FREE, 0.0, FREE, FREE)
+RATES = Rates(FREE, FREE, 2 * FREE, {"fp32": 1.0, "bf16": 1.0}, FREE, FREE, 0.0, FREE, FREE, FREE)
 """A machine with one floating point operation a second, so that work is in seconds, and with unlimited links below the
 throttle.
 """
@@ -43,7 +47,7 @@ MACHINE = Hardware("throttled", "cpu", 1, None, 1 << 40, None, None, False, RATE
 @dataclass(frozen=True)
 class Case:
     """A configuration: engine settings and placement, minimum busy seconds of each link in a step, clipping, width and
-    depth of the model, and whether block matrices are frozen.
+    depth of the model, whether block matrices are frozen, and stages of one's own, by name.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Case:
     width: int = 96
     depth: int = 6
     is_frozen: bool = False
+    stages: Mapping[str, type[Stage]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -122,6 +127,7 @@ CASES = (
     Case("a frozen base in int8", {"frozen_weights": "int8"}, width=192, is_frozen=True),
     Case("a frozen base in nf4", {"frozen_weights": "nf4"}, width=192, is_frozen=True),
     Case("compute and lanes alike", {"clip": "deferred"}, lane_s=0.06, width=192),
+    Case("a stage of one's own", stages={"twice": Twice}),
 )
 
 
@@ -134,6 +140,13 @@ class Told(Stack):
 
 def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
     """Measure and forecast the steps of a case. `hardware`: this machine, for steps without throttle."""
+    with mock.patch.dict(STAGES._objects):  # the stages of the case leave again
+        for name, stage in case.stages.items():
+            STAGES.register(name, stage)
+        return _compare(case, nvme_dir, hardware, num_blocks)
+
+
+def _compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int) -> dict[str, Any]:
     if "nvme" in case.placement.values():
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
@@ -197,9 +210,7 @@ def compute_of(case: Case) -> list[Use]:
             engine.step(next(steps), loss_of)
             if number > 1:
                 found.append(compute_uses(engine.spans, streamed))
-    return [
-        Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*found, strict=True)
-    ]
+    return fastest_uses(found)
 
 
 def compute_uses(spans: Iterable[Any], streamed: Iterable[str]) -> list[Use]:
