@@ -104,6 +104,12 @@ errors.
 """
 
 
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    head, *lines = ("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in (titles, *rows))
+    return "\n".join([head, f"|{'---|' * len(titles)}", *lines])
+
+
 def settings_page() -> str:
     """Return the page with all settings for `train`."""
     from offload.app.config.config import Config
@@ -267,15 +273,13 @@ def support_page() -> str:
         told["about"],
         "\n",
     ]
-    for table in told["tables"]:
-        columns = table["columns"]
-        page.append(f"## {table['title']}\n\n{table['about']}\n")
-        page.append(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n")
-        for row, told_of in table["rows"].items():
-            page.append(f"| {row} | {' | '.join(told_of['cells'].get(column, '') for column in columns)} |\n")
-        page.append("\nShown by:\n\n")
-        for row, told_of in table["rows"].items():
-            page.append(f"- {row}: {', '.join(map(_test, told_of['tests']))}\n")
+    for shown in told["tables"]:
+        columns, rows = shown["columns"], shown["rows"]
+        page.append(f"## {shown['title']}\n\n{shown['about']}\n")
+        cells = [[name, *(row["cells"].get(column, "") for column in columns)] for name, row in rows.items()]
+        page.append(table(["", *columns], cells) + "\n\nShown by:\n\n")
+        for name, row in rows.items():
+            page.append(f"- {name}: {', '.join(map(_test, row['tests']))}\n")
         page.append("\n")
     return "".join(page)
 
@@ -291,10 +295,9 @@ def ways_page() -> str:
         f"{kinds.count('equal')} are equal, {kinds.count('refused')} refused, none is silent.\n"
     )
     for part in told:
-        page.append(f"\n## {part['title']}\n\n| | {' | '.join(WAYS.values())} |\n|---|{'---|' * len(WAYS)}\n")
-        for row in part["rows"]:
-            shown = [cell.replace(" ", ": ", 1) for cell in cells[row["name"]]]
-            page.append(f"| {row['text']} | {' | '.join(shown)} |\n")
+        page.append(f"\n## {part['title']}\n\n")
+        rows = [[row["text"], *(cell.replace(" ", ": ", 1) for cell in cells[row["name"]])] for row in part["rows"]]
+        page.append(table(["", *WAYS.values()], rows) + "\n")
     return "".join(page)
 
 
@@ -371,13 +374,11 @@ def plain_cell(parameters: int, device_bytes: int) -> str:
 def plans_table() -> str:
     """Return the README's table of speeds: forecasts, then measured steps."""
     told, seen = results(PLANS), results(H200)
-    lines = [
-        "| model | card | host memory | tokens a second | plain PyTorch | 10 M tokens | source |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = ("model", "card", "host memory", "tokens a second", "plain PyTorch", "10 M tokens", "source")
+    rows: list[list[str]] = []
 
-    def row(model: str, card: str, host: str, plain: str, rate: float, kind: str) -> str:
-        return f"| {model} | {card} | {host} | {rate:,.0f} | {plain} | {1e7 / rate / 3600:.1f} h | {kind} |"
+    def add(model: str, card: str, host: str, plain: str, rate: float, kind: str) -> None:
+        rows.append([model, card, host, f"{rate:,.0f}", plain, f"{1e7 / rate / 3600:.1f} h", kind])
 
     for each in told["rows"]:
         budget = each["device_memory"]
@@ -385,7 +386,7 @@ def plans_table() -> str:
         disk = each["held_bytes"]["disk"]
         host = f"{each['host_gib']} GiB" + (f", {disk / 2**30:.0f} GiB of disk" if disk else "")
         plain = plain_cell(told["parameters"][each["model"]], each["device_bytes"])
-        lines.append(row(each["model"], card, host, plain, each["tokens_per_second"], "forecast"))
+        add(each["model"], card, host, plain, each["tokens_per_second"], "forecast")
     values = {each["name"]: each["value"] for each in seen["results"]}
     units = {each["name"]: each["unit"] for each in seen["results"]}
     memory = f"{values[HOST_MEMORY]:.0f} GiB"
@@ -395,32 +396,29 @@ def plans_table() -> str:
         tokens[model] = int(re.findall(r"(\d+) tokens", name)[0])
         is_rate = units[name] == "tokens/s"  # else milliseconds
         rate = values[name] if is_rate else tokens[model] / values[name] * 1e3
-        lines.append(row(model, card, memory, plain, rate, f"measured, {mode}"))
+        add(model, card, memory, plain, rate, f"measured, {mode}")
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
-    lines.append(
-        "\nForecasts are [plans](benchmarks/plan_tables.py) by data sheets: all parameters, compiled, AdamW with fp32 "
+    return (
+        f"{table(titles, rows)}\n\n"
+        "Forecasts are [plans](benchmarks/plan_tables.py) by data sheets: all parameters, compiled, AdamW with fp32 "
         f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/figures.md#a-real-gpu), "
         f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
         f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations; speed unknown."
     )
-    return "\n".join(lines)
 
 
 def host_table() -> str:
     """Return the README's table of host memory by model and option."""
     told = results(PLANS)
     models = list(told["held"]["default"])
-    lines = [
-        f"| GiB of host memory | {' | '.join(models)} | bytes a parameter | flag |",
-        f"|---|{'---|' * len(models)}---|---|",
-    ]
+    rows = []
     for name, (words, flag) in HOST_OPTIONS.items():
         held = told["held"][name]
         cells = [f"{held[model]['host'] / 2**30:.0f}" for model in models]
         each = [held[model]["host"] / told["parameters"][model] for model in models]
         spread = dict.fromkeys(f"{value:.1f}" for value in (min(each), max(each)))
-        lines.append(f"| {words} | {' | '.join(cells)} | {' to '.join(spread)} | {flag} |")
-    return "\n".join(lines)
+        rows.append([words, *cells, " to ".join(spread), flag])
+    return table(["GiB of host memory", *models, "bytes a parameter", "flag"], rows)
 
 
 def bytes_until_last_step(sizes: Mapping[str, int]) -> int:
@@ -457,22 +455,17 @@ def real_rows() -> Iterator[dict[str, str]]:
         }
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of rows with equal columns."""
-    head = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
-    return "\n".join([*head, *(f"| {' | '.join(row.values())} |" for row in rows)])
-
-
 def real_table() -> str:
     """Return the table of all runs at real size."""
-    return table(list(real_rows()))
+    rows = list(real_rows())
+    return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def real_readme() -> str:
     """Return the README's table of runs at real size: the first title of each model, in few columns."""
     first = {row["model"]: row for row in reversed(list(real_rows()))}
     columns = ("model", "trained", "process memory", "disk", "a step")
-    return table([{name: row[name] for name in columns} for row in reversed(first.values())])
+    return table(columns, [[row[name] for name in columns] for row in reversed(first.values())])
 
 
 def steps_text() -> str:
@@ -501,8 +494,8 @@ def row_keys_table() -> str:
     for key in ROW_KEYS:
         cells = (key.forms, _formats(key.honoured), _formats(key.refused - key.honoured), key.effect)
         lines.setdefault(cells, []).append(f"`{key.name}`")
-    head = "| key | values | read in | refused in | effect |\n|---|---|---|---|---|\n"
-    return head + "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in lines.items())
+    rows = [[", ".join(names), *cells] for cells, names in lines.items()]
+    return table(["key", "values", "read in", "refused in", "effect"], rows)
 
 
 def _formats(formats: frozenset[str]) -> str:
@@ -516,7 +509,7 @@ def message_keys_table(title: str, name: str) -> str:
     from offload.extras.data import row_keys
 
     cells = [(", ".join(f"`{each}`" for each in key.names), key.forms, key.effect) for key in getattr(row_keys, name)]
-    return "\n".join(f"| {' | '.join(each)} |" for each in [(title, "values", "effect"), ("---",) * 3, *cells])
+    return table([title, "values", "effect"], cells)
 
 
 def fit_page() -> dict[str, Any]:
@@ -556,13 +549,12 @@ def fit_tables() -> str:
     cards = [card for card in FIT_CARDS if card in page["cards"]]
     titles = [f"{page['cards'][card]['name']}, {FIT_CARDS[card]} GB" for card in cards]
     for method, title in FIT_METHODS.items():
-        parts.append(f"### {title}\n\n| model | {' | '.join(titles)} |\n|---|{'---|' * len(cards)}\n")
+        cells = []
         for name, methods in page["models"].items():
             rows = [methods[method].get("cards", {}).get(card, {}).get("1") for card in cards]
-            cells = ["not planned" if each is None else fit_cell(page, each) for each in rows]
-            parts.append(f"| {name} | {' | '.join(cells)} |\n")
-        parts.append("\n")
-    return "".join(parts).strip()
+            cells.append([name, *("not planned" if each is None else fit_cell(page, each) for each in rows)])
+        parts.append(f"### {title}\n\n{table(['model', *titles], cells)}")
+    return "\n\n".join(parts)
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
