@@ -8,7 +8,7 @@ other, so a busy machine disturbs both sides alike.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import operator
 import statistics
 import sys
@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from benchmarks import harness
 from offload.errors import ConfigError
@@ -76,14 +79,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         raise ConfigError(f"--reps is {arguments.reps} and --threads {threads}; each must be at least 1.")
     if not kernels.is_native():
         raise ConfigError("the C++ kernels are missing: there is nothing to measure; build them with `make build`.")
-    import torch
-
     groups = [[*rooflines(n, is_split), *ours(n, is_split)] for is_split in (False, True)]
-    others = [*with_torch(n), *with_deepspeed(n), *with_eight_bits(n)]
-    chain = next(one.name for one in reversed(others) if "chain" in one.name)
+    rivals = others(n)
+    chain = next(one.name for one in reversed(rivals) if "chain" in one.name)
     results = []
     for num_threads in threads:
-        contenders = [contender for group in groups for contender in group] + [clipped(n, chain), *others]
+        contenders = [contender for group in groups for contender in group] + [clipped(n, chain), *rivals]
         torch.set_num_threads(num_threads)
         for contender in contenders:
             contender.run(num_threads)  # page faults, just-in-time builds, thread starts
@@ -148,8 +149,6 @@ def kinds(is_split: bool) -> list[Kind]:
 
 def rooflines(n: int, is_split: bool) -> list[Contender]:
     """Make the memory bound: the reads and writes of our kernels with one addition as arithmetic."""
-    import torch
-
     master, gradient = torch.ones(n), torch.ones(n, dtype=torch.bfloat16 if is_split else torch.float32)
     halves = master.view(torch.int16)
     planes = [halves[:n], halves[n:]] if is_split else [master]
@@ -175,8 +174,6 @@ def _roofline(kind: Kind) -> str:
 
 def ours(n: int, is_split: bool) -> list[Contender]:
     """Make our kernels."""
-    import torch
-
     weights, gradient = torch.randn(n).mul_(0.02), torch.randn(n).mul_(1e-2)
     master, gradient = (kernels.split(weights), gradient.bfloat16()) if is_split else (weights, gradient)
     contenders = []
@@ -201,8 +198,6 @@ def clipped(n: int, chain: str) -> Contender:
 
     chain: name of the contender with separate passes for the same work.
     """
-    import torch
-
     master, gradient = kernels.split(torch.randn(n).mul_(0.02)), torch.randn(n).mul_(1e-2).bfloat16()
     moments = torch.ones(n).zero_(), torch.ones(n).zero_()
 
@@ -215,74 +210,51 @@ def clipped(n: int, chain: str) -> Contender:
     return Contender("offload adamw, split, norm, clip", run, bytes_per_parameter, chain)
 
 
-def with_torch(n: int) -> list[Contender]:
-    """Make torch's fused AdamW, alone and inside the emulated passes of a ZeRO-Offload step."""
-    import torch
+def others(n: int) -> list[Contender]:
+    """Make torch's fused AdamW, DeepSpeed's, and the 8-bit AdamW of bitsandbytes and torchao, as far as installed."""
+    fused = partial(torch.optim.AdamW, fused=True)
+    contenders = around("torch fused AdamW", "emulated bf16 chain (torch fused)", n, fused)
+    if find_spec("deepspeed") is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    make = partial(torch.optim.AdamW, fused=True)
-    return _around("torch fused AdamW", "emulated bf16 chain (torch fused)", n, make)
-
-
-def with_deepspeed(n: int) -> list[Contender]:
-    """Make DeepSpeedCPUAdam, alone and inside the same passes; nothing without DeepSpeed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return []
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return _around("DeepSpeedCPUAdam", "DeepSpeed bf16 chain", n, partial(DeepSpeedCPUAdam, adamw_mode=True))
-
-
-def with_eight_bits(n: int) -> list[Contender]:
-    """Make bitsandbytes' and torchao's 8-bit AdamW on fp32 weights; nothing where they are missing."""
-    import torch
-
-    makers: dict[str, Callable[..., Any]] = {}
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        from bitsandbytes.optim import AdamW8bit
-
-        makers["bitsandbytes AdamW8bit"] = AdamW8bit
-    if importlib.util.find_spec("torchao") is not None:
-        from torchao.optim import AdamW8bit as AoAdamW8bit
-
-        makers["torchao AdamW8bit"] = AoAdamW8bit
-    contenders = []
-    for name, make in makers.items():
-        parameter = torch.nn.Parameter(torch.randn(n).mul_(0.02))
-        parameter.grad = torch.randn(n).mul_(1e-2)
-
-        def run(_threads: int, step: Callable[[], object]) -> None:
-            step()
-
-        step = make([parameter], **HYPERPARAMETERS).step
-        contenders.append(Contender(name, partial(run, step=step), None, "offload adamw int8, fp32"))
+        adam = partial(DeepSpeedCPUAdam, adamw_mode=True)
+        contenders += around("DeepSpeedCPUAdam", "DeepSpeed bf16 chain", n, adam)
+    for package in ("bitsandbytes", "torchao"):
+        if find_spec(package) is not None:
+            make = importlib.import_module(f"{package}.optim").AdamW8bit
+            _, step = trained(n, make)
+            contenders.append(Contender(f"{package} AdamW8bit", step, None, "offload adamw int8, fp32"))
     return contenders
 
 
-def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Contender]:
+def trained(n: int, make: Callable[..., Any]) -> tuple[torch.nn.Parameter, Callable[[int], object]]:
+    """Return a parameter with a gradient, and its step by the optimizer that `make` returns."""
+    parameter = torch.nn.Parameter(torch.randn(n).mul_(0.02))
+    parameter.grad = torch.randn(n).mul_(1e-2)
+    optimizer = make([parameter], **HYPERPARAMETERS)
+    return parameter, lambda _threads: optimizer.step()
+
+
+def around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Contender]:
     """Return a bare fp32 optimizer step, and the bfloat16 steps around it without and with clipping.
 
     The passes are DeepSpeed's host passes for a bfloat16 model: cast gradients to fp32, take the norm, scale, step,
     cast the weights back.
     """
-    import torch
-
-    parameter = torch.nn.Parameter(torch.randn(n).mul_(0.02))
-    parameter.grad = grad = torch.randn(n).mul_(1e-2)
-    step = make([parameter], **HYPERPARAMETERS).step
+    parameter, step = trained(n, make)
+    grad = parameter.grad
+    assert grad is not None
     bf16_grad, bf16_weights = grad.bfloat16(), parameter.detach().bfloat16()
 
-    def bare(_threads: int) -> None:
-        step()
-
-    def cast(_threads: int, clips: bool = False) -> None:
+    def cast(threads: int, clips: bool = False) -> None:
         grad.copy_(bf16_grad)
         if clips:
             grad.mul_(min(1.0, 1.0 / (float(grad.norm()) + 1e-6)))
-        step()
+        step(threads)
         bf16_weights.copy_(parameter.detach())
 
     return [
-        Contender(alone, bare, FP32.bytes_per_parameter, _roofline(FP32)),
+        Contender(alone, step, FP32.bytes_per_parameter, _roofline(FP32)),
         Contender(f"{chain}: casts", cast, None, _roofline(SPLIT)),
         Contender(f"{chain}: casts, norm, clip", partial(cast, clips=True), None, _roofline(SPLIT)),
     ]

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.step_times import MACHINE
 from offload import AdamW, Engine, Placement
 from offload.app.config.command_line import say
 from offload.engine.assemble import prepare
@@ -32,7 +33,6 @@ from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep
 from offload.extras.plan.workload import NO_WORK, Cost, Workload
 from offload.extras.tools.benches.report import Result
-from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 
 SUMMARY = "a step on several ranks with throttled links: dispatched blocks beside ZeRO's stages"
@@ -169,16 +169,14 @@ def forecast_s(setup: Setup, settings: dict[str, Any]) -> float:
     num_bytes = ROWS * WIDTH * WEIGHT_BYTES
     block = dataclasses.replace(
         NO_WORK,
-        forward=Cost(setup.forward, 0, 0),  # on a machine with one FLOP/s
+        forward=Cost(setup.forward, 0, 0),  # `MACHINE` makes one operation a second
         backward=Cost(2 * setup.forward, 0, 0),
         **dict.fromkeys(("input_bytes", "result_bytes", "gradient_bytes"), num_bytes),
         saved_bytes=num_bytes,
         is_block=True,
     )
     calls = tuple(dataclasses.replace(block, name=f"blocks.{number}") for number in range(setup.blocks))
-    rates = Rates(*(1e15,) * 3, {"fp32": 1.0}, *(1e15,) * 2, 0.0, collective_bytes_per_s=1e15)
-    machine = Hardware("known times", "cpu", 1, None, 1 << 40, None, None, False, rates)
-    return PlannedStep(prepared, Workload(calls, 1, ROWS), machine).simulate().step_seconds
+    return PlannedStep(prepared, Workload(calls, 1, ROWS), MACHINE).simulate().step_seconds
 
 
 def common_settings() -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from benchmarks import harness
 from offload.app.config.command_line import say
 from offload.extras.tools.benches.report import Result
+from tests.run_folder import lines_of
 
 SUMMARY = "the last evaluation loss of the built-in run, by number format"
 QUICK = {"steps": 2, "seeds": [0]}
@@ -115,8 +115,7 @@ def last_line(arguments: argparse.Namespace, seed: int, arm: str) -> dict[str, A
             command += ["--run.seed", str(seed), "--train.steps", str(arguments.steps), "--run.dir", str(place)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             done.touch()
-        lines = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
-        last = [line for line in lines if line.get("eval_loss") is not None][-1]
+        last = [line for line in lines_of(place) if line.get("eval_loss") is not None][-1]
     say(f"{arm}, seed {seed}: {last['eval_loss']:.5f}")
     return last
 

@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import harness
-from offload.errors import OffloadError
+from offload.errors import OffloadError, describe
 from offload.extras.tools.benches.report import Result
 
 FIRST = (
@@ -222,7 +222,7 @@ def run_inside(name: str, is_dry: bool, limit_s: float, out: Path) -> int:
     except Exception as error:
         if not isinstance(error, OffloadError):
             traceback.print_exc()
-        note, code = f"{type(error).__name__}: {' '.join(str(error).split())}", 1
+        note, code = describe(error), 1
     print(note, flush=True)
     store(out, name, note=note)
     return code

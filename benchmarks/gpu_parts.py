@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks import harness, lanes
 from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
+from offload.app.config.presets import PRESETS
 from offload.engine.units.runner import RunAhead
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, describe
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.tools.benches import step as step_bench
 from offload.extras.tools.benches.report import Result
@@ -50,18 +51,20 @@ DRY_TESTS = ("tests/engine/test_against_torch.py",)
 GPU_TESTS = tuple(f"tests/native/test_{name}.py" for name in ("copy", "correct", "fallback"))
 """Additional to the engine tests in ON_DEVICE."""
 
-LLAMA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-MODELS: dict[str, dict[str, Any]] = {
-    "1b": LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    "3b": LLAMA
-    | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
-    | {"tie_word_embeddings": True},
-    "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
-    | {"num_key_value_heads": 8, "vocab_size": 152064},
-}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+MODELS: dict[str, dict[str, Any]] = {name: {key: PRESETS[name][key] for key in SIZES} for name in ("1b", "3b", "8b")}
+MODELS["14b"] = dict(zip(SIZES, (5120, 13824, 48, 40, 8, 152064, False), strict=True))
 """Shapes of Llama 3.2, Llama 3.1 and Qwen2.5, as a Llama."""
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""Settings of the kernel."""
 TOKENS = (4096, 16384, 131072)
 MICRO_ROWS = 4
 LEAST_LEFT_S = 30
@@ -81,6 +84,8 @@ MOST_KERNELS = 24
 """Number of kernels listed by name."""
 WARM_STEPS = 4
 """After the third batch of a size, the engine knows and distributes the leftover device memory."""
+MOST_REASON = 300
+"""Characters of an error in a result."""
 DENSE_FLOPS_PER_S = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -124,6 +129,11 @@ class Check:
     @property
     def left_s(self) -> float:
         return self.ends - time.monotonic()
+
+    def free(self) -> None:
+        """Give the memory of deleted models back to the device."""
+        gc.collect()
+        self.accelerator.module.empty_cache()
 
     def compiler(self) -> AbstractContextManager[Any]:
         """Context in which blocks are compiled for the device of the check."""
@@ -375,7 +385,6 @@ def updates(check: Check) -> str:
 
     n, device, notes = check.scaled(1 << 26), check.accelerator.device, []
     weights, moment, grad = (torch.randn(n, device=device) for _ in range(3))
-    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     steps = range(3, 9)
 
     def planes(states: str) -> tuple[Any, ...]:
@@ -396,7 +405,7 @@ def updates(check: Check) -> str:
 
     def milliseconds(run: Callable[..., Any], arrays: tuple[Any, ...]) -> float:
         number = iter(steps)
-        return 1e3 * device_seconds(check, lambda: run(*arrays, **settings | {"step": next(number)}), len(steps))
+        return 1e3 * device_seconds(check, lambda: run(*arrays, step=next(number), **ADAMW), len(steps))
 
     for states in ("fp32", "bf16", "int8"):
         apart, fused = planes(states), planes(states)
@@ -405,7 +414,7 @@ def updates(check: Check) -> str:
             raise RuntimeError(f"updates have no kernels of their own: {device_update.KERNELS.refused}")
         host = tree_map(Tensor.cpu, planes(states))
         for step in steps:
-            kernels.adamw(*host, **settings | {"step": step})
+            kernels.adamw(*host, step=step, **ADAMW)
         flats = [tree_leaves(arrays) for arrays in (apart, fused, host)]
         if not all(torch.equal(a.cpu(), b) for a, b in zip(*flats[1:], strict=True)):
             raise RuntimeError(f"AdamW over {states} moments: other bits in one launch than on the host")
@@ -574,7 +583,7 @@ def size(name: str, check: Check) -> str:
                 engine = opened(model, fill, micro_batch_size=MICRO_ROWS, recompute="auto", **settings)
                 break
             except DoesNotFitError as error:
-                refused.append(f"{how}: {' '.join(str(error).split())[:300]}")
+                refused.append(f"{how}: {describe(error)[:MOST_REASON]}")
                 print(refused[-1], flush=True)
         else:
             return "does not fit: " + "; ".join(refused)
@@ -587,11 +596,10 @@ def size(name: str, check: Check) -> str:
                 try:
                     done[tokens] = measured(check, engine, name, tokens, found)
                 except (DoesNotFitError, torch.OutOfMemoryError) as error:
-                    refused.append(f"{tokens} tokens a step: {' '.join(str(error).split())[:300]}")
+                    refused.append(f"{tokens} tokens a step: {describe(error)[:MOST_REASON]}")
                     break
     del model, engine
-    gc.collect()
-    check.accelerator.module.empty_cache()
+    check.free()
     fits = RESIDENT_BYTES * numel < 0.8 * check.accelerator.free_bytes
     for tokens in TOKENS if fits else ():
         if check.left_s > LEAST_LEFT_S:
@@ -613,10 +621,7 @@ def measured(check: Check, engine: Engine, name: str, tokens: int, found: Mappin
     """Time steps of this many tokens while time remains; return tokens per second."""
     batches = check.batches(tokens, engine.model.config.vocab_size)
     for _ in range(2):  # the first step records
-        begin = time.monotonic()
-        engine.step(next(batches))
-        engine.finish()
-        step_s = time.monotonic() - begin
+        step_s = steps_seconds(check, lambda: engine.step(next(batches)), engine.finish)
     affordable = int(check.left_s / max(step_s, 1e-3) / 2)
     if affordable < 2:
         print(f"{name}, {tokens} tokens a step: skipped, {check.left_s:.0f} s left and a step took {step_s:.0f} s")
@@ -671,19 +676,13 @@ def resident(check: Check, name: str, tokens: int, shape: Mapping[str, Any], rat
     batches = check.batches(tokens, model.config.vocab_size)
     try:
         plain = step_bench.plain_pytorch("plain PyTorch", model, "bf16", MICRO_ROWS)
-        times = []
-        for _ in range(3):
-            begin = time.monotonic()
-            plain.step(next(batches)["input_ids"])
-            plain.settle()
-            times.append(time.monotonic() - begin)
+        times = [steps_seconds(check, lambda: plain.step(next(batches)["input_ids"]), plain.settle) for _ in range(3)]
     except torch.OutOfMemoryError as error:
         print(f"plain PyTorch, {name}, {tokens} tokens: {str(error)[:200]}", flush=True)
         return
     finally:
         del model
-        gc.collect()
-        check.accelerator.module.empty_cache()
+        check.free()
     actual = tokens // SEQUENCE * check.scaled(SEQUENCE)
     ratio = None if rate is None else actual / min(times) / rate
     label = f"{name}, {tokens} tokens a step, plain PyTorch"
@@ -716,6 +715,12 @@ def steps_seconds(check: Check, step: Callable[[], Any], settle: Callable[[], An
     settle()
     check.accelerator.wait()
     return time.perf_counter() - begin
+
+
+def slope(run: Callable[[int], float], num_steps: int) -> tuple[float, float]:
+    """Return the seconds of a step in a row, and those of one from rest to rest. `run` takes a number of steps."""
+    alone_s, total_s = run(1), run(num_steps)
+    return max((total_s - alone_s) / (num_steps - 1), 1e-9), alone_s
 
 
 def moved_bytes(arrays: tuple[Any, ...]) -> int:

@@ -25,6 +25,7 @@ from offload import bench
 from offload.app.config.command_line import run_command
 from offload.extras.tools.benches.blocks import rotate
 from offload.extras.tools.benches.report import Result, machine, spread, versions
+from tests.ports import free_port, rank_variables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -124,22 +125,31 @@ def over_ranks(num_ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
     import torch.multiprocessing as processes
 
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        processes.spawn(_rank, (num_ranks, file.name, run, arguments), nprocs=num_ranks)
+        processes.spawn(_rank, (num_ranks, free_port(), file.name, run, arguments), nprocs=num_ranks)
         return torch.load(file.name, weights_only=False)
 
 
-def _rank(rank: int, num_ranks: int, path: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, num_ranks: int, port: int, path: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import torch
 
     from offload.distributed.joining import open_comm
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
+    os.environ |= rank_variables(rank, num_ranks, port)
     torch.set_num_threads(1)
     with open_comm(device="cpu") as comm:
         found = run(*arguments, comm)
     if rank == 0:
         torch.save(found, path)
+
+
+def num_parameters(shape: Mapping[str, Any]) -> int:
+    """Return the parameters of a causal model with this configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    return sum(each.numel() for each in model.parameters())
 
 
 # -- result files --------------------------------------------------------------------------------------------
@@ -173,6 +183,12 @@ def merged(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     new = [row | {"commit": document["commit"]} for row in document["results"]]
     rows = {key(row): row for row in (*old, *new)}
     return {**document, "results": list(rows.values())}
+
+
+def table(*rows: Sequence[str]) -> str:
+    """Return rows of cells, the titles first, as a Markdown table."""
+    head, *others = ("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
+    return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:

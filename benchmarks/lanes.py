@@ -104,9 +104,7 @@ def seen_work(
         fastest[key] = min(seconds, fastest.get(key, seconds))
     uses = [seen_uses(spans, sizes) for spans in steps]
     whole = [step for step in uses if len(step) == max(map(len, uses))]  # the first step records
-    least = [
-        Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*whole, strict=True)
-    ]
+    least = fastest_uses(whole)
     if compute_s is not None:
         scale = compute_s / sum(use.seconds for use in least)
         least = [Use(use.seconds * scale, use.unit, use.is_backward) for use in least]
@@ -121,6 +119,13 @@ def seen_work(
         for name, size in sizes.items()
     }
     return Work(least, units, max(capacity_bytes, *sizes.values()), mode, NUM_GRADIENT_BUFFERS, num_corrected)
+
+
+def fastest_uses(steps: Sequence[Sequence[Use]]) -> list[Use]:
+    """Return the uses of equal steps, each at its fastest."""
+    return [
+        Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*steps, strict=True)
+    ]
 
 
 def seen_uses(spans: Sequence[Any], streamed: Container[str]) -> list[Use]:

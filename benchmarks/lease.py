@@ -7,7 +7,6 @@ steady steps of models. benchmarks/gpu_check.py runs each part in a separate pro
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import mmap
 import os
@@ -24,8 +23,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_parts import (
+    ADAMW,
     MICRO_ROWS,
     MODELS,
+    MOST_REASON,
     SEQUENCE,
     Check,
     device_seconds,
@@ -33,9 +34,11 @@ from benchmarks.gpu_parts import (
     opened,
     profiled_step,
     seconds_by_purpose,
+    slope,
     steps_seconds,
 )
 from offload import AdamW, Engine, Placement
+from offload.errors import describe
 from offload.extras.tools.benches.report import Result
 from offload.layout.codecs import CODECS
 from offload.native import kernels
@@ -118,13 +121,12 @@ def split_states(numel: int) -> tuple[Any, ...]:
 
 def update_rate(check: Check, arrays: tuple[Any, ...], num_threads: int, *, has_copies: bool) -> float:
     """Report AdamW's bytes per second in GB/s, with or without copies to the device beside the update."""
-    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     times, details = [], {}
     with copies(check) if has_copies else nullcontext(lambda: 0) as count_bytes:
         first = time.perf_counter()
         for step in range(1, 5):
             begin = time.perf_counter()
-            kernels.adamw(*arrays, step=step, threads=num_threads, **settings)
+            kernels.adamw(*arrays, step=step, threads=num_threads, **ADAMW)
             times.append(time.perf_counter() - begin)
         if has_copies:
             details["h2d_gb_per_s"] = count_bytes() / (time.perf_counter() - first) / 1e9
@@ -234,7 +236,7 @@ def add_rate(
             run = run()
         seconds = max(device_seconds(check, run) - less_s, 1e-9)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        check.add(Result(name, 0.0, "refused", details={"reason": " ".join(str(error).split())[:200]}))
+        check.add(Result(name, 0.0, "refused", details={"reason": describe(error)[:MOST_REASON]}))
         return None
     check.add(Result(name, amount / seconds / (1e12 if unit == "TFLOP/s" else 1e9), unit))
     return seconds
@@ -290,13 +292,12 @@ def steady(
                 for number, spare in itertools.zip_longest(tokens, spare_cores, fillvalue=0):
                     with spared(spare):
                         spares = f", {spare} cores spared" if spare else ""
-                        rate = slope(check, engine, f"{label}, {number} tokens a step{spares}", number)
+                        rate = steady_rate(check, engine, f"{label}, {number} tokens a step{spares}", number)
                     notes.append(f"{label}, {number}{spares}: {rate:.0f} tokens/s")
                 if check.left_s > LEAST_LEFT_S:
                     profile(check, engine, f"{label}, {tokens[0]} tokens a step", tokens[0])
         del model, fill, engine
-        gc.collect()
-        check.accelerator.module.empty_cache()
+        check.free()
     return "; ".join(notes)
 
 
@@ -311,7 +312,7 @@ def spared(num_cores: int) -> Iterator[None]:
         kernels.set_threads(before)
 
 
-def slope(check: Check, engine: Engine, label: str, tokens: int) -> float:
+def steady_rate(check: Check, engine: Engine, label: str, tokens: int) -> float:
     """Report the first steps, one step from rest to rest, and the steady rate; return tokens per second."""
     batches = check.batches(tokens, engine.model.config.vocab_size)
     actual = tokens // SEQUENCE * check.scaled(SEQUENCE)
@@ -319,17 +320,16 @@ def slope(check: Check, engine: Engine, label: str, tokens: int) -> float:
     run = partial(steps_seconds, check, lambda: results.append(engine.step(next(batches))), engine.finish)
     num_warm, num_steps = (2, 3) if tokens > LONG_TOKENS else (4, 5)
     for number in range(num_warm):  # the first step records, the third shares out memory left over
-        check.add(Result(f"{label}, step {number}", run(), "s"))
-    alone_s, total_s = run(), run(num_steps)
-    step_s = (total_s - alone_s) / (num_steps - 1)
+        check.add(Result(f"{label}, step {number}", run(1), "s"))
+    step_s, alone_s = slope(run, num_steps)
     (last,) = results
     exposed = {lane: times.exposed_seconds for lane, times in last.lanes.items() if lane != "compute"}
     details = {"step_s": step_s, "alone_s": alone_s, "exposed_s": exposed, "clip": engine.clip}
     details |= {"head_chunks": engine.head_chunks, "updates_on": engine.updates_on}
     details |= {name: getattr(engine.counters, name) for name in ("peak_device_bytes", "peak_host_bytes")}
     details |= {"compiled_graphs": engine.compiled_graphs, "loss": float(last.loss)}
-    check.add(Result(label, actual / max(step_s, 1e-9), "tokens/s", details=details))
-    return actual / max(step_s, 1e-9)
+    check.add(Result(label, actual / step_s, "tokens/s", details=details))
+    return actual / step_s
 
 
 def profile(check: Check, engine: Engine, label: str, tokens: int) -> None:

@@ -7,7 +7,6 @@ name, and the others run.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE, Check, opened, steps_seconds
+from benchmarks import harness
+from benchmarks.gpu_parts import MICRO_ROWS, MODELS, MOST_REASON, Check, opened, slope, steps_seconds
 from offload import AdamW, Placement
+from offload.errors import describe
 from offload.extras.tools.benches.blocks import do_nothing
 from offload.extras.tools.benches.report import Result
 from offload.machine.limits import memory
+from tests.ports import rank_variables
 
 LEAST_LEFT_S = 20
 LEARNING_RATE, MAX_NORM = 1e-5, 1.0
@@ -47,12 +49,11 @@ def compared(name: str, check: Check) -> str:
                 with open_contender(check, MODELS[name]) as (step, settle):
                     notes.append(f"{contender} {rate(check, step, settle, label, tokens):.0f} tokens/s")
             except (RuntimeError, OSError, ValueError, ImportError, AssertionError) as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = describe(error)[:MOST_REASON]
         if reason:
             check.add(Result(label, 0.0, "not run", details={"reason": reason}))
             notes.append(f"{contender} not run: {reason}")
-        gc.collect()
-        check.accelerator.module.empty_cache()
+        check.free()
     return "; ".join(notes)
 
 
@@ -62,34 +63,23 @@ def refusal(check: Check, name: str, contender: str, package: str) -> str:
         return f"{package} is not installed"
     if check.left_s < LEAST_LEFT_S:
         return f"only {check.left_s:.0f} s are left"
-    needed, free = HOST_BYTES[contender] * num_parameters(name), memory()["available_bytes"]
+    numel = harness.num_parameters({"model_type": "llama"} | MODELS[name])
+    needed, free = HOST_BYTES[contender] * numel, memory()["available_bytes"]
     if needed > free and not check.is_dry:
         return f"its states take {needed / 2**30:.0f} GiB of host memory, and {free / 2**30:.0f} are free"
     return ""
 
 
-def num_parameters(name: str) -> int:
-    """Return the number of parameters of a shape."""
-    shape = MODELS[name]
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    attention = 2 * hidden * hidden * (1 + shape["num_key_value_heads"] / heads)
-    layer = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
-    tables = 1 if shape.get("tie_word_embeddings") else 2
-    return int(shape["num_hidden_layers"] * layer + tables * shape["vocab_size"] * hidden + hidden)
-
-
 def rate(check: Check, step: Step, settle: Settle, label: str, tokens: int) -> float:
     """Report the first step, one step from rest to rest, and the slope to NUM_STEPS steps; return tokens per second."""
-    length, generator = check.scaled(SEQUENCE), torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 64, (tokens // SEQUENCE, length), generator=generator)
+    ids = next(check.batches(tokens, 64))["input_ids"]
     parts = list(ids.split(MICRO_ROWS))
     run = partial(steps_seconds, check, lambda: step(parts), settle)
-    check.add(Result(f"{label}, first step", run(), "s"))
+    check.add(Result(f"{label}, first step", run(1), "s"))
     num_warm = 3 if check.left_s > LEAST_LEFT_S else 1  # the engine shares out leftover memory after the third step
     for _ in range(num_warm):
-        run()
-    alone_s, total_s = run(), run(NUM_STEPS)
-    step_s = max((total_s - alone_s) / (NUM_STEPS - 1), 1e-9)
+        run(1)
+    step_s, alone_s = slope(run, NUM_STEPS)
     peak_bytes = check.accelerator.module.max_memory_allocated()
     details = {"step_s": step_s, "alone_s": alone_s, "peak_device_bytes": peak_bytes}
     check.add(Result(label, ids.numel() / step_s, "tokens/s", details=details))
@@ -116,7 +106,7 @@ def engine(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settl
 def deepspeed(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settle]]:
     """Yield steps of DeepSpeed ZeRO-3 with parameters and optimizer states on the host."""
     device = rival_device(check)
-    os.environ |= alone() | {"DS_ACCELERATOR": device.type}
+    os.environ |= rank_variables() | {"DS_ACCELERATOR": device.type}
     import deepspeed as library
 
     model, fill = check.model_in_bf16(**shape)
@@ -157,7 +147,7 @@ def fsdp2(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settle
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = rival_device(check)
-    os.environ |= alone()
+    os.environ |= rank_variables()
     with ExitStack() as stack:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo" if check.is_dry else "cpu:gloo,cuda:nccl")
@@ -190,12 +180,6 @@ def fsdp2(check: Check, shape: Mapping[str, Any]) -> Iterator[tuple[Step, Settle
 def rival_device(check: Check) -> torch.device:
     """Return the device of other libraries, which do not know the simulated one."""
     return torch.device("cpu") if check.is_dry else check.accelerator.device
-
-
-def alone() -> dict[str, str]:
-    """Return the variables of a single rank."""
-    port = str(29500 + os.getpid() % 2000)
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 CONTENDERS: Mapping[str, tuple[str, Callable[[Check, Mapping[str, Any]], Any]]] = {

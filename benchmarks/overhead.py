@@ -222,17 +222,22 @@ def counts_of(sim: Any, steps: Callable[..., Any], case: str, num_layers: int) -
     return found, calls
 
 
-def slope(deep: Mapping[str, float], shallow: Mapping[str, float]) -> dict[str, float]:
+def slope(deep: Mapping[Any, float], shallow: Mapping[Any, float]) -> dict[Any, float]:
     """Return the increase for each layer."""
     return {name: (deep[name] - shallow.get(name, 0)) / (DEEP - SHALLOW) for name in deep}
 
 
-def added_counts(sim: Any, case: str) -> dict[str, float]:
-    """Return the engine's counts beyond plain PyTorch for each unit and step."""
-    ours, plain = (
-        slope(*(counts_of(sim, steps, case, depth)[0] for depth in (DEEP, SHALLOW)))
-        for steps in (engine_steps, plain_steps)
-    )
+def added_counts(sim: Any, case: str, kind: str = "") -> dict[Any, float]:
+    """Return the engine's counts beyond plain PyTorch for each unit and step.
+
+    kind: "python" or "c": calls by thread and function instead.
+    """
+
+    def counted(steps: Callable[..., Any], depth: int) -> Mapping[Any, float]:
+        counts, calls = counts_of(sim, steps, case, depth)
+        return getattr(calls, kind) if kind else counts
+
+    ours, plain = (slope(counted(steps, DEEP), counted(steps, SHALLOW)) for steps in (engine_steps, plain_steps))
     return {name: ours[name] - plain.get(name, 0) for name in ours}
 
 
@@ -292,13 +297,7 @@ def cpu_of(sim: Any, own: OwnTime, case: str, num_steps: int) -> dict[str, float
 
 def calls_by_function(sim: Any, case: str, kind: str) -> list[Result]:
     """Return the calls of an engine step by function, for each layer."""
-    counts = []
-    for steps in (engine_steps, plain_steps):
-        deep, shallow = (getattr(counts_of(sim, steps, case, depth)[1], kind) for depth in (DEEP, SHALLOW))
-        counts.append(slope(deep, shallow))
-    ours, plain = counts
-    added = {place: number - plain.get(place, 0) for place, number in ours.items()}
-    most = sorted(added.items(), key=lambda item: -item[1])
+    most = sorted(added_counts(sim, case, kind).items(), key=lambda item: -item[1])
     return [Result(" ".join(place), number, "calls") for place, number in most if number > 0.5]
 
 

@@ -76,11 +76,11 @@ def document(found: _Row) -> str:
             "",
             "## Memory",
             "",
-            *_of_memory(found["memory"]),
+            _of_memory(found["memory"]),
             "",
             "## Step times",
             "",
-            *_of_times(found["step_times"]),
+            _of_times(found["step_times"]),
             "",
         ]
     )
@@ -125,27 +125,38 @@ def _spread(rows: Sequence[_Row]) -> str:
     return f"{statistics.median(off):.1%} off in the median, {max(off):.1%} at worst"
 
 
-def _of_memory(rows: Sequence[_Row]) -> Iterator[str]:
-    yield "| configuration | allocated | told / held | worst name | waiting | told / held | operations | told / held |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        sizes = [f"{row[key] / 2**20:.3g} MiB" for key in ("allocated_bytes", "waiting_bytes", "operations_bytes")]
-        worst = f"{row['worst_ratio']:.3f}" + ("" if row["worst_ratio"] == 1 else f" ({row['worst_allocation']})")
-        yield (
-            f"| {row['case']} | {sizes[0]} | {row['allocated_ratio']:.4f} | {worst} | {sizes[1]} "
-            f"| {row['waiting_ratio']:.3f} | {sizes[2]} | {row['operations_ratio']:.3f} |"
-        )
+def _of_memory(rows: Sequence[_Row]) -> str:
+    ratio = "told / held"
+    titles = ["configuration", "allocated", ratio, "worst name", "waiting", ratio, "operations", ratio]
+    return harness.table(titles, *map(_memory, rows))
 
 
-def _of_times(rows: Sequence[_Row]) -> Iterator[str]:
-    yield "| configuration | throttled | told / taken | bound by | without throttle | told / taken | bound by |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in rows:
-        cells = [
-            f"{1e3 * its['seconds']:.3g} ms | {its['ratio']:.3f} | {its['bound_by']}"
-            for its in (row, row["without_throttle"])
-        ]
-        yield f"| {row['case']} | {' | '.join(cells)} |"
+def _memory(row: _Row) -> list[str]:
+    def size(name: str) -> str:
+        return f"{row[f'{name}_bytes'] / 2**20:.3g} MiB"
+
+    return [
+        row["case"],
+        size("allocated"),
+        f"{row['allocated_ratio']:.4f}",
+        f"{row['worst_ratio']:.3f}" + ("" if row["worst_ratio"] == 1 else f" ({row['worst_allocation']})"),
+        size("waiting"),
+        f"{row['waiting_ratio']:.3f}",
+        size("operations"),
+        f"{row['operations_ratio']:.3f}",
+    ]
+
+
+def _of_times(rows: Sequence[_Row]) -> str:
+    more = ["told / taken", "bound by"]
+    return harness.table(
+        ["configuration", "throttled", *more, "without throttle", *more],
+        *([row["case"], *_time(row), *_time(row["without_throttle"])] for row in rows),
+    )
+
+
+def _time(row: _Row) -> list[str]:
+    return [f"{1e3 * row['seconds']:.3g} ms", f"{row['ratio']:.3f}", row["bound_by"]]
 
 
 if __name__ == "__main__":

@@ -25,9 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from benchmarks import harness
 from offload.app.config.command_line import say
 from offload.app.config.config import Config
@@ -110,11 +107,10 @@ def plans_page(models: list[str] | None, folder: Path) -> harness.Page:
     shapes = {name: shape for name, shape in MODELS.items() if models is None or name in models}
     lines, figures = [PLANS_HEAD], {}
     for name, forecaster in forecasters_of(folder, shapes, SETTINGS).items():
-        lines += [f"## {name}\n", f"| | {' | '.join(f'host {size} GiB' for size in HOSTS_GIB)} |"]
-        lines.append("|---|" + "---|" * len(HOSTS_GIB))
         figures[name] = {gpu: planned_cells(forecaster, forecaster.config, its) for gpu, its in GPUS.items()}
-        lines += [f"| {gpu} | {' | '.join(cells)} |" for gpu, cells in figures[name].items()]
-        lines.append("")
+        titles = ["", *(f"host {size} GiB" for size in HOSTS_GIB)]
+        cells = ([gpu, *row] for gpu, row in figures[name].items())
+        lines += [f"## {name}\n", harness.table(titles, *cells), ""]
         say(name)
     return harness.Page("\n".join(lines) + "\n", figures)
 
@@ -189,7 +185,7 @@ def readme_tables(models: list[str] | None, folder: Path) -> harness.Page:
     }
     figures = {
         "tokens_a_step": SETTINGS["train.batch_size"] * SEQUENCE,
-        "parameters": {name: num_parameters(shape) for name, shape in (shapes | MEASURED).items()},
+        "parameters": {name: harness.num_parameters(shape) for name, shape in (shapes | MEASURED).items()},
         "rows": [readme_row(forecasters[row[0]], *row) for row in chosen],
         "held": held,
     }
@@ -222,13 +218,6 @@ def on_the_host(forecaster: Forecaster, option: Mapping[str, Any]) -> dict[str, 
     hardware = read_machine("rtx-4090").with_(host_bytes=4 << 40, disk_bytes=8 << 40)
     held = held_bytes(forecaster.predict(config, hardware, times=False))
     return {"host": held["host"], "disk": held["disk"]}
-
-
-def num_parameters(shape: dict[str, Any]) -> int:
-    """Return the parameters of a model."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
-    return sum(each.numel() for each in model.parameters())
 
 
 # -- published speeds ----------------------------------------------------------------------------------------
@@ -293,9 +282,17 @@ measurements: AdamW with fp32 states and split fp32 masters, bf16, clipping, row
 the products that the GPU could make in bf16. In brackets: passes (`train.passes`), if several, and micro-batch. An
 eager plan keeps the outputs of products (`train.recompute products`) where this is faster. FP8 is
 `train.matmul fp8_rowwise`.
-
-| published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled | compiled, FP8 |
-|---|---|---|---|---|---|---|---|"""
+"""
+PUBLISHED_TITLES = (
+    "published by",
+    "model",
+    "GPU, host",
+    "tokens a step",
+    "theirs, tokens/s",
+    "ours, eager",
+    "ours, compiled",
+    "compiled, FP8",
+)
 PUBLISHED_NOTES = """
 What they do that we do not:
 
@@ -320,7 +317,7 @@ def published_page(models: list[str] | None, folder: Path) -> harness.Page:
         if models is None or row.model in models:
             rows.append(published_row(forecasters[row.model], row))
             say(" | ".join(rows[-1]))
-    lines = [PUBLISHED_HEAD, *(f"| {' | '.join(row)} |" for row in rows), PUBLISHED_NOTES]
+    lines = [PUBLISHED_HEAD, harness.table(PUBLISHED_TITLES, *rows), PUBLISHED_NOTES]
     return harness.Page("\n".join(lines), {"rows": rows})
 
 

@@ -35,6 +35,7 @@ from benchmarks.real_size_folders import write_mxfp4, write_nf4
 from offload.app.config.command_line import say
 from offload.app.config.presets import PRESETS
 from offload.errors import ConfigError, format_bytes
+from tests.run_folder import lines_of
 
 SUMMARY = "models of 3 to 120 G parameters on few cores, beside the plans of the runs"
 RESULT = harness.RESULTS / "real_size.json"
@@ -182,7 +183,7 @@ def train(folder: Path, name: str, settings: Mapping[str, Any], *, kill_at: str 
 
 def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
     """Return measured figures, with planned figures under `plan`."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = lines_of(run)
     plan = json.loads((run / "plan.json").read_text())
     silence, before = watch.longest_silence
     ends = [second for second, line in watch.lines if re.match(r"step \d+/", line)]
@@ -317,14 +318,13 @@ def run(arguments: argparse.Namespace) -> harness.Page:
 
 def check_room(name: str, folder: Path, part: Part) -> None:
     """Raise SystemExit if a part has too little room."""
-    free = shutil.disk_usage(folder).free
-    if free < part.disk_bytes:
-        needed = format_bytes(part.disk_bytes)
-        raise SystemExit(f"part {name} needs {needed} in {folder}, which has {format_bytes(free)} free: set FOLDER=...")
-    available = psutil.virtual_memory().available
-    if available < part.memory_bytes:
-        needed = format_bytes(part.memory_bytes)
-        raise SystemExit(f"part {name} needs {needed} of memory, and {format_bytes(available)} are free")
+    rooms = (
+        (f"in {folder} (set FOLDER=...)", part.disk_bytes, shutil.disk_usage(folder).free),
+        ("of memory", part.memory_bytes, psutil.virtual_memory().available),
+    )
+    for place, needed, free in rooms:
+        if free < needed:
+            raise SystemExit(f"part {name} needs {format_bytes(needed)} {place}, and {format_bytes(free)} are free")
 
 
 def add(title: str, found: dict[str, Any]) -> None:

@@ -13,11 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.extras.data.tokenizer import train_bpe
-from offload.extras.quant.codecs import dynamic_map, nf4_levels
+from tests.hf.quantized import DOUBLE, nf4_members
 
 SHARD_BYTES = 4 << 30
-_NF4_BLOCK, _NF4_GROUP = 64, 256
-"""Elements with a common scale, and scales with a common scale (double quantization)."""
 _MIDDLE_EXPONENT, _EXPONENTS = 119, 4
 """Scales of mxfp4 blocks are 2 ** (e - 127), for e from 119 to 122: weights of 0.004 to 0.2."""
 
@@ -26,13 +24,7 @@ Members = Iterator[tuple[str, torch.Tensor]]
 Encoder = Callable[[str, tuple[int, ...]], Members]
 
 
-BITSANDBYTES = {
-    "quant_method": "bitsandbytes",
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": "bfloat16",
-}
+BITSANDBYTES = DOUBLE | {"bnb_4bit_compute_dtype": "bfloat16"}
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -132,20 +124,9 @@ def mxfp4(name: str, shape: tuple[int, ...]) -> Members:
 def nf4(name: str, shape: tuple[int, ...]) -> Members:
     """Yield a matrix as bitsandbytes stores it: codes, coded scales and their scales."""
     numel = shape[0] * shape[1]
-    state = {
-        "quant_type": "nf4",
-        "blocksize": _NF4_BLOCK,
-        "dtype": "bfloat16",
-        "shape": list(shape),
-        "nested_blocksize": _NF4_GROUP,
-        "nested_dtype": "float32",
-        "nested_offset": 0.05,
-    }
-    num_scales = numel // _NF4_BLOCK
-    yield name, torch.randint(256, (numel // 2, 1), dtype=torch.uint8)
-    yield f"{name}.absmax", torch.randint(256, (num_scales,), dtype=torch.uint8)
-    yield f"{name}.quant_map", nf4_levels().clone()
-    yield f"{name}.nested_absmax", torch.full((-(-num_scales // _NF4_GROUP),), 0.01)
-    yield f"{name}.nested_quant_map", dynamic_map().clone()
-    packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    yield f"{name}.quant_state.bitsandbytes__nf4", packed
+    num_scales = numel // 64
+    codes, sizes = (torch.randint(256, (count,), dtype=torch.uint8) for count in (numel // 2, num_scales))
+    most = torch.full((-(-num_scales // 256),), 0.01)
+    members = nf4_members(codes, sizes, most, 0.05, shape, torch.bfloat16)
+    for ending, stored in members.items():
+        yield name.removesuffix(".weight") + ending, stored.clone()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from benchmarks.picture import draw, make_folder
 from offload.app.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 from offload.extras.tools.benches.report import BenchmarkOutput, Result, spread
+from tests.run_folder import lines_of
 
 SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
 QUICK = {"batch": [2], "sequence": [16], "steps": 1, "rounds": 1}
@@ -170,8 +170,7 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
             messages = [line for line in process.stderr.splitlines() if line.startswith("offload: ")]
             text = (messages or [_ended(process.returncode)])[-1].removeprefix("offload: ")
             raise (DoesNotFitError if process.returncode == DoesNotFitError.exit_code else ConfigError)(text)
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines][NUM_WARM_STEPS:]
+        return lines_of(Path(folder) / "run")[NUM_WARM_STEPS:]
 
 
 def _ended(code: int) -> str:
