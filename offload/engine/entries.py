@@ -45,7 +45,8 @@ class Entries:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], runner: UnitRunner, prepare: Callable[[ModelCall], None]
     ) -> None:
-        self._runner, self._prepare = runner, prepare
+        self.runner = runner
+        self._prepare = prepare
         self._current: nn.Module | None = None
         homes = {unit.module for unit in units}
         streamed = [unit for unit in units if not unit.resident]
@@ -59,17 +60,17 @@ class Entries:
                 self._handles.append(module.register_forward_hook(hooks.end, always_call=True))
 
     def begin(self, call: ModelCall) -> None:
-        """Prepare for a call, unless it is part of another one, of an engine call, or of a backward."""
+        """Prepare for a call, unless it is part of another one, or of a backward."""
         # A second call of the current module: an interrupt has ended the first one.
         is_inner = self._current is not None and self._current is not call.module
-        if is_inner or self._runner.is_engine_call or torch._C._current_graph_task_id() != -1:
+        if is_inner or torch._C._current_graph_task_id() != -1:
             return
         self._current = call.module
         self._prepare(call)
 
     def end(self, module: nn.Module) -> None:
         """End a call, also after an exception."""
-        if module is self._current and not self._runner.is_engine_call:
+        if module is self._current:
             self._current = None
 
     def forget(self) -> None:
@@ -91,11 +92,14 @@ class _Hooks:
         self._owner = owner
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if (entries := self._entries()) is not None:
+        entries = self._entries()
+        # Runs in every call of a module with weights, and most of these are the engine's own.
+        if entries is not None and not entries.runner.is_engine_call:
             entries.begin(ModelCall(module, self._name, args, kwargs))
 
     def end(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        if (entries := self._entries()) is not None:
+        entries = self._entries()
+        if entries is not None and not entries.runner.is_engine_call:
             entries.end(module)
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:

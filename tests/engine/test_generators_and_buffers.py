@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, MeZO, Placement
-from offload.engine.units.rows import generator_seed
+from offload.engine.units.runner import generator_seed
 from offload.engine.units.snapshots import RngState
 from tests.cases.models import build, gpt2, llama
 from tests.engine.compare import assert_same, assert_weights, step_of, train_both, weights

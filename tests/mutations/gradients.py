@@ -15,7 +15,7 @@ from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import chunked_head
 from offload.engine.loss import parts as losses
 from offload.engine.units import keep
-from offload.engine.units.rows import Rows
+from offload.engine.units.traits import Rows
 from offload.extras.quant.codecs import IntegerCodec
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece

@@ -11,9 +11,8 @@ import torch
 from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.keep import keep_for
-from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.traits import GradientSignature, GradientTensors, Span, UnitTraits
+from offload.engine.units.traits import GradientTensors, GraphTraits, Rows, Span
 from offload.engine.units.unit import CallTarget, Unit
 from offload.engine.units.use import Use
 from offload.errors import ConfigError, OffloadError
@@ -23,8 +22,8 @@ from offload.interrupts import interrupts
 class GraphCall(Protocol):
     """The call of a unit behind one node of the outer autograd graph."""
 
-    traits: UnitTraits
-    signature: GradientSignature
+    graph: GraphTraits
+    """Properties of the autograd graph inside the node."""
     result: Arguments | None
     """Result tree after the forward."""
     dirty: list[torch.Tensor]
@@ -45,14 +44,16 @@ class UnitCall:
     def __init__(self, unit: Unit, runner: UnitRunner, rows: Rows, arguments: Arguments) -> None:
         self.unit = unit
         self.traits = unit.traits  # of this structure of arguments: a later call may select others
-        self.signature = unit.gradient_signature(arguments.tensors)
+        signature = unit.gradient_signature(arguments.tensors)
+        self.graph = self.traits.graph(signature)
+        needs, self._frozen = signature
         self._runner = runner
         self._rows = rows
 
-        # What the use keeps until its backward: chosen by signature and shapes, as the policy measured them before.
+        # What the use keeps until its backward: chosen by graph and shapes, as the policy measured them before.
         key = unit.name, *[(t.shape, t.dtype) for t in arguments.tensors]
-        keep_class = keep_for(runner.saved.policy, unit, key, self.signature)
-        self._keep = keep_class(unit, runner, rows, arguments, self.signature, key)
+        keep_class = keep_for(runner.saved.policy, unit, key, self.graph)
+        self._keep = keep_class(unit, runner, rows, arguments, needs, self.graph, key)
         self._is_open = False
         """True from the forward to the backward, which runs once."""
 
@@ -126,7 +127,7 @@ class UnitCall:
             runner.enter(unit, backward=trains, reads=reads)
             if reads:  # A backward may run module code again (torch.utils.checkpoint inside a block).
                 unit.install(unit.live())
-            with unit.frozen_with(self.signature[1]):
+            with unit.frozen_with(self._frozen):
                 input_gradients = keep.backward(gradients, trains)
             if trains:
                 runner.gradients.close(unit.regions)
@@ -155,7 +156,7 @@ class UnitFunction(torch.autograd.Function):
         outputs = call.forward(tensors[: len(tensors) - num_weights])
         if call.dirty:
             ctx.mark_dirty(*call.dirty)
-        detached = call.traits.graph(call.signature).detached
+        detached = call.graph.detached
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
         return tuple(outputs)
 

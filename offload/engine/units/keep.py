@@ -18,8 +18,7 @@ from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.outside_tensors import OutsideTensors
-from offload.engine.units.recompute_policy import PRODUCTS, RecomputePolicy, UseKey
-from offload.engine.units.rows import Rows
+from offload.engine.units.recompute_policy import PRODUCTS, RecomputePolicy, UseKey, saved_tensors_dropped
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
@@ -30,7 +29,7 @@ from offload.engine.units.saved_graph import (
 )
 from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.state_snapshot import Collected
-from offload.engine.units.traits import GradientSignature, GradientTensors, Span
+from offload.engine.units.traits import GradientTensors, GraphTraits, Rows, Span
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
@@ -64,6 +63,7 @@ class Inputs:
 
     records_products = False
     """True if outputs of products are recorded in the forward."""
+    _may_recompute = True
 
     def __init__(
         self,
@@ -71,9 +71,11 @@ class Inputs:
         runner: UnitRunner,
         rows: Rows,
         arguments: Arguments,
-        signature: GradientSignature,
+        needs: Sequence[bool],
+        graph: GraphTraits,
         key: UseKey,
     ) -> None:
+        """`needs`: requires_grad per input. `graph`: of a use with these inputs."""
         self.unit = unit
         self._runner = runner
         self._saved = runner.saved
@@ -83,8 +85,8 @@ class Inputs:
         self._traits = unit.traits  # of this structure of arguments: a later call may select others
         self._rows = rows
         self._arguments = arguments
-        self._signature = signature
-        self._needs, _ = signature
+        self._needs = needs
+        self._graph = graph
         self._key = key
         self._thread_state = ThreadState(runner.device.autocast_type)  # of the caller: a backward may have another
 
@@ -100,12 +102,10 @@ class Inputs:
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin the use, before the unit has its weights: save the inputs."""
         traits = self._traits
-        inputs = [t.detach() for t in tensors]
-        for i in traits.mutated | traits.stale:  # changed in place before the recomputation reads it
-            inputs[i] = inputs[i].clone()
         # An input of several units stays: it is on the device once for all of them.
         are_movable = [need and i not in traits.shared for i, need in enumerate(self._needs)]
-        self._inputs = self._saved.save(inputs, are_movable, self.claim)
+        changing = traits.mutated | traits.stale  # in place, before the recomputation reads them
+        self._inputs = self._saved.save([t.detach() for t in tensors], are_movable, self.claim, changing)
         self._versions = list(map(_version, self._inputs))
         if not self._saved.inputs_stay:
             self._saved.add_use(self)
@@ -130,10 +130,6 @@ class Inputs:
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             if tensor._version != version:
                 refuse_changed(self.unit, tensor)
-
-    @property
-    def _may_recompute(self) -> bool:
-        return True
 
     def _begin_micro_batch(self, span: Span | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
         runner = self._runner
@@ -254,7 +250,8 @@ class InputsAndTensors(Inputs):
         if micro_batch.span is not None:  # a tensor of some rows is no tensor of the whole batch
             return super()._compute(micro_batch, use)
         self._made = made = OutsideTensors()
-        graph, result = run_without_saving(self.unit, use, made.watching(micro_batch.forward))
+        with saved_tensors_dropped():
+            graph, result = run_with_graph(self.unit, use, made.watching(micro_batch.forward))
         made.add_inputs(graph.leaves)
         return result
 
@@ -314,7 +311,8 @@ class Products(Inputs):
     records_products = True
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
-        return run_without_saving(self.unit, use, micro_batch.forward)[1]
+        with saved_tensors_dropped():
+            return run_with_graph(self.unit, use, micro_batch.forward)[1]
 
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
         # Each storage counts once: outputs may be views of one tensor.
@@ -344,15 +342,15 @@ class SavedGraph(Inputs):
     optional_in: Sequence[str] = ("auto",)
     """Modes of recomputation in which a graph may be dropped."""
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._may_recompute = self._policy.mode in self.optional_in
+
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Save nothing: the graph holds the inputs."""
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Arguments]:
         return self._run_all(tensors)
-
-    @property
-    def _may_recompute(self) -> bool:
-        return self._policy.mode in self.optional_in
 
     def _run(self, micro_batch: MicroBatch, use: Use) -> Arguments:
         memory = self.memory_class(self._runner.slots, self._saved, self.claim, is_optional=self._may_recompute)
@@ -378,7 +376,7 @@ class SavedGraph(Inputs):
         # Without a graph a micro-batch recomputes.
         if any(graph is None or graph.memory is None or graph.memory.has_weights for graph in graphs):
             return True
-        return self._traits.graph(self._signature).reads_weights
+        return self._graph.reads_weights
 
     def _backward_of(self, number: int, gradients: GradientTensors, trains: bool) -> GradientTensors:
         micro_batch = self._micro_batches[number]
@@ -407,13 +405,13 @@ class OffloadedGraph(SavedGraph):
         self._saved.add_use(self)
 
 
-def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: GradientSignature) -> type[Inputs]:
-    """Return the class that keeps a use of `unit` with these input shapes and this gradient signature."""
+def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, graph: GraphTraits) -> type[Inputs]:
+    """Return the class that keeps a use of `unit` with these input shapes and this graph."""
     traits = unit.traits
     choice = policy.choice
     if traits.keeps:  # a gradient may come through any tensor of a graph kept on the device
         return InputsAndTensors
-    if traits.graph(signature).keeps_nothing:  # a recomputation would save no memory
+    if graph.keeps_nothing:  # a recomputation would save no memory
         return SavedGraph
     if traits.rewrites and choice.can_offload:  # the copy has the values from before the change
         return Inputs
@@ -427,12 +425,6 @@ def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, signature: Gradie
     if choice.can_offload and policy.offloads(key):
         return OffloadedGraph
     return Inputs
-
-
-def run_without_saving(unit: Unit, use: Use, forward: Forward) -> tuple[Graph, Arguments]:
-    """Like `run_with_graph`, for the choice of kernels alone: the graph saves nothing, and has no backward."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
-        return run_with_graph(unit, use, forward)
 
 
 def _refuse_changed_buffers(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:

@@ -33,6 +33,11 @@ def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractCont
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
+def saved_tensors_dropped() -> AbstractContextManager[Any]:
+    """Return a context: torch chooses kernels as for a graph, but the graph saves nothing and has no backward."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
+
+
 @dataclass(frozen=True)
 class GraphChoice:
     """The rule of a `RecomputePolicy`, from numbers of bytes alone: a forecast asks it too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +19,10 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.engine.units.rows import Rows
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.torch_state import with_own_cache
-from offload.engine.units.traits import PartsDifferError, Span, UnitTraits, UnrecordedCallError
+from offload.engine.units.traits import PartsDifferError, Rows, Span, UnitTraits, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Forwards, Use
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
@@ -136,7 +136,8 @@ class UnitRunner:
         Raises UnrecordedCallError on all ranks if the batch is cut into rows but one rank cannot cut the arguments.
         """
         rows = self.count(unit)
-        departs = not rows.can_cut(unit, arguments)
+        unit.recall(arguments.structure)
+        departs = rows.is_cut and not unit.traits.can_cut(arguments, rows.batch)
         # All ranks leave the pass together, because ranks left alone would wait forever in an exchange.
         if rows.num_parts > 1 and self._comm.any(departs, f"how unit {unit.name} is called"):
             raise UnrecordedCallError(is_own=departs)
@@ -329,14 +330,16 @@ class UnitRunner:
 
         `draws`: each micro-batch and rank draws other random numbers.
         """
-        traits, spans = unit.traits, rows.of(unit)
+        traits = unit.traits
+        spans = rows.of(traits)
         results = []
         # All ranks have the same seed but must draw different random numbers.
         caller_rng_state = self.device.random_state() if draws and (len(spans) > 1 or self.has_peers) else None
         try:
             for number, span in enumerate(synchronized(self, traits, rows, spans)):
                 if caller_rng_state is not None:
-                    self.device.seed(rows.seed(self._seed, unit, number))
+                    place = rows.step, unit.number, rows.use, number, rows.rank
+                    self.device.seed(generator_seed(self._seed, *place))
                 result = run(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
                 for index, tensor in enumerate(result.tensors):
                     result.tensors[index] = self.copy_from_slot(tensor)
@@ -420,6 +423,12 @@ class UnitRunner:
         self.gradients.end_step()
         self._is_in_model = False
         self.has_failed = False
+
+
+def generator_seed(*numbers: int) -> int:
+    """Return a 63-bit seed from numbers, equal on every machine and Python version."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class RunAhead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -119,13 +119,27 @@ class SavedInputs:
         storage = tensor.untyped_storage()
         return self.device.address(storage) in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
-    def save(self, tensors: Sequence[torch.Tensor], are_movable: Sequence[bool], claim: Claim) -> list[torch.Tensor]:
-        """Save unit inputs; return the tensors themselves, or stand-ins after offload."""
+    def save(
+        self,
+        tensors: Sequence[torch.Tensor],
+        are_movable: Sequence[bool],
+        claim: Claim,
+        changing: Collection[int] = (),
+    ) -> list[torch.Tensor]:
+        """Save unit inputs; return the tensors themselves, or stand-ins after offload.
+
+        `changing`: indices of tensors that later code changes in place, so a copy is saved.
+        """
         saved = list(tensors)
         if self._offload is None or self.is_trial:
+            for number in changing:
+                saved[number] = saved[number].clone()
             self.reserve(saved, "unit inputs", claim)
             return saved
         for number, is_movable in enumerate(are_movable):
+            # One after the other: each copy leaves the device before the next one is made.
+            if number in changing:
+                saved[number] = saved[number].clone()
             if is_movable:
                 saved[number] = self._offload.put(saved[number])
             # Before the next one moves: after an error there, the claim releases this one.

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -183,7 +183,9 @@ class UnitTraits:
         return any(axis is not None for axis in self.inputs)
 
     def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
-        """True if every batch-dependent argument divides evenly into `num_rows` rows."""
+        """True if the axes are known, and every batch-dependent argument divides evenly into `num_rows` rows."""
+        if not self.is_compared:
+            return False
         # The type too: what was a number in the recording may be another object in this call.
         sizes = [t.shape[axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
         sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
@@ -261,6 +263,34 @@ class UnitTraits:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis))
         return joined
+
+
+class Rows(NamedTuple):
+    """Batch rows of a pass on one rank, and the place of one use in the step. The defaults: a whole batch."""
+
+    batch: int = 0
+    """Rows in the batch."""
+    size: int = 0
+    """Rows in a micro-batch."""
+    num_parts: int = 1
+    """Maximum micro-batch count over all ranks."""
+    rank: int = 0
+    """Rank with these rows."""
+    step: int = 0
+    """Step number."""
+    use: int = 0
+    """Number of the unit's calls so far in this step, this one included."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the rank has more than one micro-batch."""
+        return self.size < self.batch
+
+    def of(self, traits: UnitTraits) -> list[Span | None]:
+        """Return the micro-batches of a unit with these traits, or [None] for the whole input."""
+        if not (self.is_cut and traits.grows):
+            return [None]
+        return [(start, min(start + self.size, self.batch), self.batch) for start in range(0, self.batch, self.size)]
 
 
 def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> int | None:

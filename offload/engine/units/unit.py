@@ -86,8 +86,10 @@ class Unit:
         self._installed: Mapping[int, nn.Parameter] = {}  # installed last
         self._live: dict[int, dict[int, nn.Parameter]] = {}  # over the slot, by offset there
 
-        # Forwards of the module. None before `route`.
-        self._original: Callable[..., Any] | None = None
+        # Forwards of the module, known from `route` on.
+        self.forward: Callable[..., Any]
+        """The original one."""
+        self._is_routed = False
         self._routed: Callable[..., Any] | None = None
         self._own_forward: Callable[..., Any] | None = None  # in `vars(module)`; None too for the class's forward
 
@@ -97,18 +99,16 @@ class Unit:
         self.traits = self.variants.setdefault(structure, UnitTraits())
         return self.traits
 
-    def recall(self, structure: Hashable) -> bool:
-        """Select the variant for an argument structure. If missing, select traits safe for any use and return False."""
+    def recall(self, structure: Hashable) -> None:
+        """Select the variant for an argument structure, or traits safe for any use if none was recorded."""
         traits = self.variants.get(structure) or self._find_adopted(structure)
         if traits is None:
             # Whatever some recorded use did, this one may do too.
             buffers = {place for variant in self.variants.values() for place in variant.buffers}
             needs_graph = any(variant.needs_graph for variant in self.variants.values())
             keeps = any(variant.keeps for variant in self.variants.values())
-            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph, keeps=keeps)
-            return False
+            traits = UnitTraits(buffers=buffers, needs_graph=needs_graph, keeps=keeps)
         self.traits = traits
-        return True
 
     def _find_adopted(self, structure: Hashable) -> UnitTraits | None:
         """Return the traits from an analysis, which has the text of the structure, and keep them by the structure."""
@@ -243,9 +243,10 @@ class Unit:
     def route(self, receiver: CallReceiver) -> None:
         """Redirect module calls to `receiver.target(unit, args, kwargs)`. The forward signature stays readable."""
         self._own_forward = self.module.__dict__.get("forward")
-        self._original = original = self.module.forward
+        self.forward = self.module.forward
+        self._is_routed = True
 
-        @functools.wraps(original)
+        @functools.wraps(self.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return receiver.target(self, args, kwargs)
 
@@ -265,17 +266,17 @@ class Unit:
 
     def unroute(self) -> None:
         """Restore the forward of the module."""
-        if self._original is not None:
+        if self._is_routed:
             self._put_own_forward()
-            self._original = None
+            self._is_routed = False
 
     @contextmanager
     def unrouted(self) -> Iterator[None]:
         """Context in which a call of the module runs the original forward."""
-        routed = self._routed
-        if self._original is None or routed is None:
+        if not self._is_routed:
             yield
             return
+        routed: Any = self._routed
         self._put_own_forward()
         try:
             yield
@@ -284,7 +285,9 @@ class Unit:
 
     def settle(self) -> None:
         """Restore the forward again if a snapshot from before `unroute` has put the redirection back."""
-        if self._original is None and self._routed is not None and vars(self.module).get("forward") is self._routed:
+        if self._is_routed or self._routed is None:
+            return
+        if vars(self.module).get("forward") is self._routed:
             self._put_own_forward()
 
     def _put_own_forward(self) -> None:
@@ -326,12 +329,6 @@ class Unit:
         finally:
             if has_installed:
                 self.install(self.placeholders)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The original forward of the module."""
-        assert self._original is not None
-        return self._original
 
 
 class CutLayer(Unit):

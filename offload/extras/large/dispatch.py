@@ -28,10 +28,9 @@ from offload.engine.gradients.rank_sums import ReduceScatter
 from offload.engine.gradients.transfer import Gradients, Measure
 from offload.engine.units.arguments import Arguments, deliver_result, find_collectors, receive_call
 from offload.engine.units.call import UnitCall, join_graph
-from offload.engine.units.rows import Rows
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Host, Stage
-from offload.engine.units.traits import GradientTensors
+from offload.engine.units.traits import GradientTensors, Rows
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.extras.large.pairs import Pairs
@@ -347,7 +346,8 @@ class Dispatch:
 
     def _run(self, unit: Unit, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
         rows = self._host.runner.count(unit)
-        if not rows.can_cut(unit, arguments):
+        unit.recall(arguments.structure)
+        if rows.is_cut and not unit.traits.can_cut(arguments, rows.batch):
             raise _refuse(f"block {unit.name} was called with arguments that were not recorded")
         if unit.traits.mutated or unit.traits.buffers or unit.traits.changed:
             raise _refuse(f"block {unit.name} changes its inputs, results or buffers in place")
@@ -428,8 +428,8 @@ class _RemoteCall:
         self._rows = rows
         self._arguments = arguments
         # Of a `GraphCall`.
-        self.traits = unit.traits
-        self.signature = unit.gradient_signature(arguments.tensors)
+        self._signature = unit.gradient_signature(arguments.tensors)
+        self.graph = unit.traits.graph(self._signature)
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []  # `Dispatch` has refused blocks with in-place changes
 
@@ -438,7 +438,7 @@ class _RemoteCall:
         # This call waits in the graph for the backward, without the arguments: the owner saves them.
         arguments, self._arguments = copy.copy(self._arguments), None  # type: ignore[assignment]
         arguments.tensors = []
-        value = arguments, self.signature[0], self._rows
+        value = arguments, self._signature[0], self._rows
         answer = self._dispatch.forward(self._unit, _Message(value, tensors))
         self.result = answer.value
         return [tensor for tensor in answer.tensors if tensor is not None]

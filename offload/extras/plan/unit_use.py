@@ -18,7 +18,7 @@ from torch import nn
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
-from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_watched
+from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_dropped, saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.trial import Trial
@@ -242,7 +242,7 @@ class UnitMeasurements:
         before = counter.begin()
         with (
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)),
+            saved_tensors_dropped(),
             outputs.recorded_in(kept),
         ):
             run_over_copies(recorded, arguments, leaves(), arguments.others)
