@@ -38,7 +38,7 @@ from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve, reso
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import MeasuredFill, build_engine, describe_differences, describe_length, stages
-from offload.app.training.planner import Planned, decide_placement, planned_advice
+from offload.app.training.planner import PlacementDecision, decide_placement, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
@@ -75,7 +75,7 @@ class Run:
 
     config: Config
     setup: RunSetup
-    planned: Planned
+    planned: PlacementDecision
     data: Task
     objective: Objective
     engine: Engine
@@ -298,7 +298,7 @@ class _Build:
             for each in (architecture, *own):
                 each.get_text_config().pad_token_id = data.pad_id
 
-    def open_engine(self, planned: Planned, built: BuiltModel) -> _Opened:
+    def open_engine(self, planned: PlacementDecision, built: BuiltModel) -> _Opened:
         trainable, model = self.setup.trainable, built.model
         # All of this before `build_engine`: the engine puts other parameters into the model.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -324,7 +324,7 @@ class _Build:
             self.say(text)
         return _Opened(engine, files, disk_needs)
 
-    def _describe(self, planned: Planned, name: str, engine: Engine) -> None:
+    def _describe(self, planned: PlacementDecision, name: str, engine: Engine) -> None:
         config, forecast = planned.config, planned.forecast
         accelerator = self.accelerator
         if accelerator is not None and accelerator.is_integrated:

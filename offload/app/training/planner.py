@@ -62,7 +62,7 @@ PLANNERS: Door[Planner] = Door("planner", {})
 """Planners by name. Runs use "forecast"."""
 
 
-class Planned(NamedTuple):
+class PlacementDecision(NamedTuple):
     """Decided placement of a run."""
 
     config: Config
@@ -81,13 +81,13 @@ def decide_placement(
     comm: Comm,
     say: Callable[[str], None],
     note: Callable[[str], None],
-) -> Planned:
+) -> PlacementDecision:
     """Decide the placement of states, on rank 0 for all ranks. `say` prints a line, `note` a warning. Collective."""
     network = None
     if comm.num_far:
         if comm.num_machines == 1:  # see `Comm.num_machines`
             note("there is no memory forecast: the machines have different numbers of ranks.")
-            return Planned(config)
+            return PlacementDecision(config)
         network = measure_network(comm)
     # The free memory of all ranks, agreed on here: rank 0 plans alone below, where an exchange would hang.
     machine = ThisMachine(own_accelerator(config.offload.device))
@@ -119,7 +119,7 @@ def decide_placement(
         if data.has_pictures:
             note("the memory forecast covers text only: images need more.")
         say(f"plan: at most {forecast.description}")
-    return Planned(placed, forecast, misfit, late_notes)
+    return PlacementDecision(placed, forecast, misfit, late_notes)
 
 
 def document_share(config: Config, data: Task) -> float | None:

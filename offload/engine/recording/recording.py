@@ -48,7 +48,7 @@ class RestartRecording(Exception):
     """The pass needs more resident units; `Recording.outside_readers` has the names."""
 
 
-class Observed:
+class Observation:
     """One recorded use of a unit: the state before the forward, and what the forward did."""
 
     def __init__(self, unit: Unit, arguments: Arguments, runner: UnitRunner) -> None:
@@ -134,7 +134,7 @@ class Recording(ABC):
         self._resident_contents: list[tuple[Unit, _Contents]] = []
 
     @abstractmethod
-    def _learn(self, seen: Observed) -> None:
+    def _learn(self, seen: Observation) -> None:
         """Write what the use shows into the traits of the unit. The weights are still on the device."""
 
     def _watch(self, weights: Sequence[torch.Tensor]) -> _Contents:  # noqa: ARG002
@@ -156,7 +156,7 @@ class Recording(ABC):
             self.outside_readers.add(unit.name)
             raise RestartRecording
         arguments, containers = receive_call(args, kwargs)
-        seen = Observed(unit, arguments, self.runner)
+        seen = Observation(unit, arguments, self.runner)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self.runner.enter(unit)
@@ -182,7 +182,7 @@ class Recording(ABC):
         self._exchanges.append((seen.traits, Versions(arguments.tensors), Versions(outputs), both))
         return deliver_result(seen.result, outputs, containers)
 
-    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
+    def _run(self, seen: Observation, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
         """Run the forward with a graph, and return the results without it. The weights are on the device.
 
         Raises ConfigError for changed weights, and for buffers with a graph.
@@ -199,7 +199,7 @@ class Recording(ABC):
         self._refuse_buffers_with_graphs(seen.unit)
         return self._detach_outputs(seen)
 
-    def _detach_outputs(self, seen: Observed) -> list[torch.Tensor]:
+    def _detach_outputs(self, seen: Observation) -> list[torch.Tensor]:
         """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
         own = {id(t): original for t, original in zip(seen.inputs, seen.arguments.tensors, strict=True)}
         outputs = []
@@ -294,7 +294,7 @@ class Recording(ABC):
                     "earlier forwards. Assign a detached tensor (.detach(), or under torch.no_grad())."
                 )
 
-    def _refuse_views(self, seen: Observed) -> None:
+    def _refuse_views(self, seen: Observation) -> None:
         for tensor in (seen.arguments.tensors[i] for i in seen.mutated):
             if tensor._is_view() and tensor.requires_grad:
                 raise ConfigError(
@@ -332,7 +332,7 @@ class FirstPass(Recording):
     def _watch(self, weights: Sequence[torch.Tensor]) -> _Contents:
         return _Contents(weights)
 
-    def _learn(self, seen: Observed) -> None:
+    def _learn(self, seen: Observation) -> None:
         detached = frozenset(i for i, t in enumerate(seen.result.tensors) if not t.requires_grad)
         saves_buffers = seen.saved.has_numbers and seen.moved_buffers
         keeps_nothing = seen.is_plain and not seen.mutated and not seen.saved.num_bytes and not saves_buffers
@@ -342,7 +342,7 @@ class FirstPass(Recording):
         is_first = self._is_first(seen.traits)
         seen.traits.learn_use(signature, graph, seen.mutated, seen.moved_buffers, is_first=is_first)
 
-    def _reads_weights(self, seen: Observed) -> bool:
+    def _reads_weights(self, seen: Observation) -> bool:
         """True if a backward reads unit weights.
 
         Measured by a trial backward, because a checkpoint may read weights without saving any.
@@ -364,12 +364,12 @@ class SecondPass(Recording):
         super().__init__(units, runner, rows)
         self._before = before
 
-    def _run(self, seen: Observed, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
+    def _run(self, seen: Observation, forward: Forward, made: OutsideTensors) -> list[torch.Tensor]:
         # First, because the run with a graph moves generators and buffers. Attributes are those of the last run.
         seen.results_without_graph = self._run_without_graph(seen, forward)
         return super()._run(seen, forward, made)
 
-    def _learn(self, seen: Observed) -> None:
+    def _learn(self, seen: Observation) -> None:
         # A unit that changes its inputs is recomputed under a graph in any case.
         if not seen.mutated and not all(map(same_bits, seen.result.tensors, seen.results_without_graph)):
             seen.traits.needs_graph = True
@@ -380,7 +380,7 @@ class SecondPass(Recording):
         rows = self._before.rows, self.rows
         seen.traits.learn_rows(use_before, uses[-1], rows, is_first=self._is_first(seen.traits))
 
-    def _run_without_graph(self, seen: Observed, forward: Forward) -> list[torch.Tensor]:
+    def _run_without_graph(self, seen: Observation, forward: Forward) -> list[torch.Tensor]:
         """Run a use as in a streamed forward. Return the results; empty if the forward needs a graph."""
         try:
             results = Trial(self.runner, seen.unit, seen.arguments).run(forward, seen.arguments.tensors).results

@@ -28,7 +28,7 @@ from offload.engine.units.saved_graph import (
     run_with_graph,
 )
 from offload.engine.units.snapshots import Snapshot, ThreadState
-from offload.engine.units.state_snapshot import Collected
+from offload.engine.units.state_snapshot import ContainerSnapshot
 from offload.engine.units.traits import GradientTensors, GraphTraits, Rows, Span
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
@@ -283,12 +283,12 @@ class InputsAndTensors(Inputs):
         return input_gradients
 
     def _repeat(self, use: Use, forward: Forward) -> Graph:
-        collected = Collected(self.unit.modules)
+        containers = ContainerSnapshot(self.unit.modules)
         made = OutsideTensors(self._kept)
         if self._kept:
             forward = made.watching(forward)
         graph = super()._repeat(use, forward)
-        collected.put_back()  # hooks have collected the tensors of the recomputation too
+        containers.put_back()  # hooks have collected the tensors of the recomputation too
         if self._kept:
             made.add_inputs(graph.leaves)
             graph.roots += [self._find_again(made, number) for number in self._kept]

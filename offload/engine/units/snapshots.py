@@ -25,7 +25,7 @@ from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import copy_collected, find_collectors
 from offload.engine.units.state_snapshot import (
     AttributePlace,
-    Collected,
+    ContainerSnapshot,
     StateSnapshot,
     restore_dict,
     without_graph,
@@ -42,7 +42,7 @@ _FORWARD_HOOKS = (
     "_forward_hooks_always_called",
 )
 _NO_STATE = StateSnapshot({}, lambda _: False)
-_NO_CONTAINERS = Collected(())
+_NO_CONTAINERS = ContainerSnapshot(())
 BufferPlace = tuple[nn.Module, str]
 """(module, buffer name). A forward may assign another tensor there."""
 
@@ -100,12 +100,12 @@ class Snapshot:
 
         # Everything within reach. Empty for most units: a walk over all objects takes long.
         self.state = _NO_STATE
-        self._collected = _NO_CONTAINERS
+        self._containers = _NO_CONTAINERS
         self._torch_state: TorchState | None = None
         if mutable_attributes or roots:
             self.state = self.capture_state()
         if roots:
-            self._collected = Collected(_modules_of(roots))
+            self._containers = ContainerSnapshot(_modules_of(roots))
             self._torch_state = TorchState(device.torch_device.type)
 
         # Attributes, buffers and hooks of the modules.
@@ -140,7 +140,7 @@ class Snapshot:
         """Restore the snapshot, with or without the generators."""
         if has_generators:
             self.put_back_generators()
-        self._collected.put_back()
+        self._containers.put_back()
         self._attributes.put_back()
         self._put_back_values(compares=True)
         if RemovableHandle.next_id > self._next_hook:

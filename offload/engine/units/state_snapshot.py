@@ -139,8 +139,8 @@ def _restore_values(tensor: torch.Tensor, saved: torch.Tensor) -> None:
             tensor.copy_(saved)
 
 
-class Collected:
-    """Tensors with a gradient that hooks and forwards of `modules` collect in lists, sets and dicts outside the model.
+class ContainerSnapshot:
+    """Snapshot: lists, sets and dicts outside the model in which hooks and forwards of `modules` collect tensors.
 
     Within reach: closures, objects of bound methods, and globals of forwards. Other state there is not the model's.
     """

@@ -43,7 +43,7 @@ def adapters_on_shapes(model: nn.Module, units: Sequence[UnitCandidate], counter
         yield
 
 
-class _Changed(nn.Module):
+class _LowRankChange(nn.Module):
     """A parametrization: the stack plus the product of the factors."""
 
     def __init__(self, lhs: Tensor, rhs: Tensor, scale: float) -> None:
@@ -64,7 +64,7 @@ def _activate_whole(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[No
         return
     base, key = wrapper.get_base_layer(), wrapper.parameter_name
     needs_grad = getattr(base, key).requires_grad
-    change = _Changed(*wrapper.get_delta_factors(names[0]))
+    change = _LowRankChange(*wrapper.get_delta_factors(names[0]))
     parametrize.register_parametrization(base, key, change, unsafe=True)
     base.parametrizations[key].original.requires_grad_(needs_grad)  # torch sets it for the new place
     try:
