@@ -72,26 +72,37 @@ class Analysis:
         """Return the analysis in a checkpoint, also from checkpoints with decisions alone."""
         if "analysis" in decisions:
             return cls(**decisions["analysis"])
-        mode = decisions.get("way") or asdict(ExecutionMode(cut="calls") if decisions.get("plain") else ExecutionMode())
+        # The names are those of old checkpoints.
+        mode = ExecutionMode()
+        if decisions.get("plain"):
+            mode = ExecutionMode(cut="calls")
+        fields = decisions.get("way") or asdict(mode)
         resident, losses, checks = (decisions.get(key, {}) for key in ("resident", "losses", "judged"))
-        return cls(mode=mode, resident=list(resident), losses=losses, checks=checks)
+        return cls(mode=fields, resident=list(resident), losses=losses, checks=checks)
 
 
 class Analyst:
     """Collects the `Analysis` of an engine, and gives an engine the results from another analysis."""
 
     def __init__(self, flow: Flow, known: KnownPasses, settings: Settings) -> None:
-        self._flow, self._known = flow, known
+        self._flow = flow
+        self._known = known
         self._model = _describe_model(flow, known.configs, settings)  # now: a forward may change attributes
 
     def collect(self, losses: Mapping[str, Sequence[int]]) -> Analysis:
         """Return everything known so far. `losses`: loss decisions."""
-        flow, uses = self._flow, dict[str, tuple[list[str], str, Any]]()
+        flow = self._flow
         recorded = [(unit, *item) for unit in flow.units for item in unit.variants.items()]
+        kinds = self._known.kinds()
         # Objects of a stage (sequence tiles) are no JSON: other engines record such units again.
-        is_complete = not any(traits.learned for _, _, traits in recorded)
-        for unit, structure, traits in recorded if is_complete else ():
-            text, value = structure if isinstance(structure, str) else repr(structure), _encode(unit, traits)
+        if any(traits.learned for _, _, traits in recorded):
+            recorded = []
+            kinds = {}
+        # Units of one kind have equal traits, so each is written once, with all names.
+        uses: dict[str, tuple[list[str], str, Any]] = {}
+        for unit, structure, traits in recorded:
+            text = str(structure)  # a string already, if adopted from another analysis
+            value = _encode(unit, traits)
             uses.setdefault(repr((text, value)), ([], text, value))[0].append(unit.name)
         values = {
             "model": self._model,
@@ -99,10 +110,11 @@ class Analyst:
             "resident": [unit.name for unit in flow.units if unit.resident],
             "losses": losses,
             "checks": self._known.checks,
-            "kinds": self._known.kinds() if is_complete else {},
+            "kinds": kinds,
             "uses": list(uses.values()),
             "writes": {unit.name: indices for unit, indices in flow.runner.writes.parameters.items()},
         }
+        # Through the JSON, so an engine in this process gets the same values as one in another. Sets become lists.
         return Analysis.from_json(json.dumps(values, default=sorted))
 
     def differences(self, analysis: Analysis) -> list[str]:
@@ -116,7 +128,7 @@ class Analyst:
         The equivalence checks are not taken over: the hashes do not see everything that a forward reads.
         """
         flow = self._flow
-        self._known.claims = set()
+        self._known.claims = set()  # to be checked before their first use
         flow.execution_mode.adopt(ExecutionMode(**analysis.mode))
         flow.make_resident({*analysis.resident} - {unit.name for unit in flow.units if unit.resident})
         if not analysis.kinds or self.differences(analysis):
@@ -125,7 +137,7 @@ class Analyst:
         units = {unit.name: unit for unit in flow.units}
         for names, structure, value in analysis.uses:
             for unit in map(units.__getitem__, names):
-                unit.variants[structure] = _decode(unit, value)
+                unit.variants[structure] = _decode(unit, value)  # by the text of the structure, until `Unit.recall`
         for name, indices in analysis.writes.items():
             if not flow.runner.writes.parameters.get(units[name], set()).issuperset(indices):
                 flow.runner.writes.add(units[name], indices)
@@ -162,7 +174,9 @@ def _describe_model(flow: Flow, configs: Iterable[Any], settings: Settings) -> d
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
     units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in flow.units]
     packages = {"offload", "torch", *(type(module).__module__.partition(".")[0] for module in model.modules())}
-    rows = settings.rows.items() if isinstance(settings.rows, Mapping) else settings.rows or ()
+    rows = settings.rows or ()
+    if isinstance(rows, Mapping):
+        rows = list(map(_describe_row, rows.items()))
     rule = settings.optimizer
     return {
         "code": digest(modules),
@@ -179,7 +193,7 @@ def _describe_model(flow: Flow, configs: Iterable[Any], settings: Settings) -> d
             "recompute": settings.recompute,
             "method": rule.method,
             "stages": list(_stage_names(flow.stages)),
-            "rows": [str(row if isinstance(row, str) else _describe_row(*row)) for row in rows],
+            "rows": list(map(str, rows)),
         },
         "device": [device.type, torch.backends.cpu.get_cpu_capability(), *_kernel_choices(device)],
     }
@@ -205,8 +219,11 @@ def _kernel_choices(device: torch.device) -> list[Any]:
     return [name, torch.are_deterministic_algorithms_enabled(), precision, *kernels]
 
 
-def _describe_row(name: str, axis: LossFunction | str | int | None) -> tuple[str, str]:
-    return name, loss_key(axis) if callable(axis) else str(axis)
+def _describe_row(row: tuple[str, LossFunction | str | int | None]) -> tuple[str, str]:
+    name, axis = row
+    if callable(axis):
+        return name, loss_key(axis)
+    return name, str(axis)
 
 
 @cache

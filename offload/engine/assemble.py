@@ -122,7 +122,9 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
             unit.placeholders[place.parameter] = flow.ownership.placeholders[place.parameter]
         unit.install(unit.placeholders)
     if noncontiguous:
-        more = f" and {len(noncontiguous) - 1} others" if len(noncontiguous) > 1 else ""
+        more = ""
+        if len(noncontiguous) > 1:
+            more = f" and {len(noncontiguous) - 1} others"
         warn(
             f"parameter {noncontiguous[0]}{more} is not contiguous (a transposed view, or channels_last). The engine "
             "computes with contiguous weights, for which torch may choose other kernels, so the last bits of results "
@@ -338,8 +340,8 @@ def assemble(
             "files: build the model from its folder (build_model or read_model, and fill=), or set "
             "--offload.parameters cpu."
         )
-    for name, buffer in model.named_buffers() if comm.size > 1 else ():  # rank 0's, like the weights
-        if buffer.numel():
+    for name, buffer in model.named_buffers():
+        if comm.size > 1 and buffer.numel():  # rank 0's, like the weights
             value = buffer.detach().cpu().contiguous().reshape(-1)
             comm.broadcast(value, 0, f"buffer {name}")
             buffer.copy_(value.view(buffer.shape))
@@ -377,8 +379,10 @@ def _field_texts(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
     placement = values.get("placement")
     if isinstance(placement, Placement):
         # Folder names and ranks per machine may differ between ranks; the plans are compared too.
-        folder = None if placement.nvme_dir is None else "given"
-        values["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
+        shown = replace(placement, nvme_dir=None, host_memory=None, nvme_memory=None)
+        if placement.nvme_dir is not None:
+            shown = replace(shown, nvme_dir="given")
+        values["placement"] = shown
     return {name: repr(field_value) for name, field_value in values.items()}
 
 

@@ -40,7 +40,9 @@ def contents_of(engine: EngineState, changed: Collection[str] | None = None) -> 
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
-        num_errors = 0 if state.error is None else store.sharding.num_replicas
+        num_errors = 0
+        if state.error is not None:  # gradients are exchanged in codes
+            num_errors = store.sharding.num_replicas
         errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
         for info in (store.infos[index] for index in state.region.parameters):
             if changed is not None and not state.region.trainable and info.name not in changed:
@@ -59,7 +61,9 @@ def unsaved_planes(is_late: bool) -> set[str]:
 
     Quantized records are made again from the master weights. Stale weights are saved only for a late region.
     """
-    return {CODES} if is_late else {CODES, STALE}
+    if is_late:
+        return {CODES}
+    return {CODES, STALE}
 
 
 def buffers_in_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

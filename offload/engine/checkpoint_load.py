@@ -41,9 +41,13 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     trained_only = reader.meta["engine"].get(TRAINED_ONLY, False)
+    # The most particular error first: a difference of formats or of extent is also one of the contents below.
     _check_codecs(engine, reader)
     _check_extent(engine, reader, trained_only)
-    own = contents_of(engine, reader.changed if trained_only else None)
+    changed = None
+    if trained_only:
+        changed = reader.changed
+    own = contents_of(engine, changed)
     # Stale weights exist only with delayed updates, and only a delayed update needs them.
     wanted, saved = (
         {name: entry.with_planes(STALE.__ne__) for name, entry in contents.items()}
@@ -70,10 +74,13 @@ def _check_codecs(engine: EngineState, reader: Reader) -> None:
             f"{reader.path} was trained on frozen weights stored as {then}, but offload.frozen_weights is "
             f"{now}, which gives other weights. Set --offload.frozen_weights {then}."
         )
+    # One setting may store other weights in codes in another version of offload.
     saved_coded = own.get(CODED, {})
     frozen = {info.name for info in engine.weights.infos if not info.trainable} - reader.contents.keys()
     if others := sorted(frozen & (coded_dtypes(engine.weights).keys() ^ saved_coded.keys())):
-        formats = (then, EXACT.name) if others[0] in saved_coded else (EXACT.name, then)
+        formats = EXACT.name, then
+        if others[0] in saved_coded:
+            formats = then, EXACT.name
         raise ConfigError(
             f"{reader.path} was trained on {others[0]} stored as {formats[0]}, and this version of offload stores it "
             f"as {formats[1]}, which gives other weights. Resume with the version that saved it, or start a new run; "
@@ -97,7 +104,15 @@ def _check_extent(engine: EngineState, reader: Reader, trained_only: bool) -> No
 
 def _check_frozen(reader: Reader, wanted: Contents, saved: Contents, trained_only: bool) -> None:
     """Raise ConfigError if the checkpoint has optimizer state for other trainable parameters than `wanted`."""
-    known = wanted if trained_only else wanted.keys() & saved.keys()
+    known = wanted.keys()  # a trained-only checkpoint lacks what was frozen
+    reset = ""
+    if not trained_only:
+        # A parameter that only one of them has is another error, see `_check_model`.
+        known = wanted.keys() & saved.keys()
+        reset = (
+            ", or set --optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and "
+            "data position, and resets the optimizer states"
+        )
     trainable, saved_trainable = (
         {name for name in known if name in contents and not contents[name].planes.keys() <= {*MASTER, BUFFER}}
         for contents in (wanted, saved)
@@ -111,13 +126,9 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents, trained_onl
             )
             if names
         ]
-        reset = (
-            ", or set --optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and "
-            "data position, and resets the optimizer states"
-        )
         raise ConfigError(
             f"{reader.path} was saved with other frozen parameters: {'; '.join(changes)}. Freeze the parameters of the "
-            f"saved run (requires_grad, --optimizer.freeze){'' if trained_only else reset}."
+            f"saved run (requires_grad, --optimizer.freeze){reset}."
         )
 
 
@@ -126,7 +137,9 @@ def _check_model(engine: EngineState, reader: Reader, wanted: Contents, saved: C
     trained = {info.name for info in engine.weights.infos if info.trainable}
     for name in [*wanted, *saved]:
         # For trainable parameters the update rule decides about a low half of the master weights.
-        masters = MASTER[:1] if name in trained else MASTER
+        masters = MASTER
+        if name in trained:
+            masters = MASTER[:1]
         kept = (*masters, BUFFER)
         saved_entry, model_entry = (
             each and each.with_planes(kept.__contains__) for each in (saved.get(name), wanted.get(name))
@@ -184,6 +197,7 @@ class StateLoader:
     def spans(self) -> Iterator[Span]:
         """Yield the spans this rank reads, in `load` order."""
         engine, places = self._engine, self._places
+        # The order of `load`, because the reader fetches the announced spans ahead.
         for state in places.regions:
             for tile in state.held_tiles:
                 for plane in self._names_to_read(state, tile):
@@ -208,17 +222,19 @@ class StateLoader:
         tally = Tally(sum(sizes))
         engine.flow.tell("reading the checkpoint", tally)
         reader.expect(self.spans(), tally.add)
-        updates = {} if self._anew else self._own["updates"]
+        updates: dict[str, int] = {}  # numbers of updates so far, by parameter
+        if not self._anew:
+            updates = self._own["updates"]
         for state in self._places.regions:
             self._load_region(state)
             state.steps[:] = [updates.get(engine.weights.infos[index].name, 0) for index in state.region.parameters]
         for name, buffer in buffers_in_state_dict(engine.flow.model).items():
-            value = torch.empty(buffer.shape, dtype=buffer.dtype)
+            value = torch.empty(buffer.shape, dtype=buffer.dtype)  # the reader fills host memory alone
             reader.read(name, BUFFER, 0, value)
             buffer.copy_(value)
         engine.flow.moved_buffers.load(reader, engine.memory.comm.rank, self._has_same_ranks)
         engine.flow.runner.step_number = self._own["step"]
-        if self._has_same_ranks:
+        if self._has_same_ranks:  # the states of other ranks' generators would repeat their numbers
             self._restore_generators()
         engine.weights.changed.clear()
         engine.weights.changed.update(reader.changed)
@@ -229,7 +245,9 @@ class StateLoader:
         for tile in state.held_tiles:
             names = self._names_to_read(state, tile)
             self._fill(state.region, tile, names)
-            tile.stale = Fence("stale weights") if STALE in names else None
+            tile.stale = None  # no update is late
+            if STALE in names:
+                tile.stale = Fence("stale weights")
         for _, name, plane, values in self._places.factors(state):
             piece = torch.zeros(values.shape, dtype=values.dtype)
             if not self._anew:
@@ -238,7 +256,10 @@ class StateLoader:
         if state.error is None:
             return
         state.error.zero_()  # 0 without a saved error
-        for elements, (name, plane, begin, numel) in () if self._anew else self._places.errors(state):
+        if self._anew:
+            return
+        # A sum: with fewer replicas than in the saved run, each takes over the errors of several.
+        for elements, (name, plane, begin, numel) in self._places.errors(state):
             error = torch.empty(numel, dtype=ERROR.dtype)
             self._reader.read(name, plane, begin, error)
             state.error[elements] += error.to(state.error.device)
@@ -254,9 +275,12 @@ class StateLoader:
         first = next(contents[name] for name in names_of_region if name in contents)
         left_out = unsaved_planes(STALE in first.planes and self._engine.weights.updates.delays(self._own["step"]))
         names = [name for name in tile.states if name not in left_out]
+        # Codes are not in a checkpoint: they are made anew from the master weights.
         if CODES in tile.states:
             names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
-        return [name for name in names if name in MASTER] if self._anew else names
+        if self._anew:
+            names = [name for name in names if name in MASTER]
+        return names
 
     def _fill(self, region: Region, tile: Tile, read_names: Collection[str]) -> None:
         """Read the planes `read_names` from the checkpoint into a tile and clear the other planes.
@@ -267,15 +291,18 @@ class StateLoader:
         infos, contents = self._engine.weights.infos, self._reader.contents
         names = [name for name in tile.states if name != STALE or name in read_names]
         is_whole = all(infos[index].name in contents for index in region.parameters)
-        lease = tile.land(*names) if is_whole else tile.lend(*names)
+        lease = tile.lend(*names, lands=is_whole)  # without the present values, unless some stay
         with lease.opened(self._engine.memory.lanes.wait, changes=True) as own:
             beside = {region.plane(name) for name in read_names if name not in names}  # another rank's, to quantize
             size = tile.end - tile.begin
             planes = own | {p.name: torch.zeros(p.numel(size), dtype=p.dtype, device=own[CODES].device) for p in beside}
+            # In the order of `spans`.
             in_order = [name for name in names if name != CODES]
             in_order += [name for name in read_names if name not in names]
             for plane in in_order:
-                spans = self._places.stretches(region, tile, plane) if plane in read_names else ()
+                spans: Iterable[tuple[slice, Span]] = ()
+                if plane in read_names:
+                    spans = self._places.stretches(region, tile, plane)
                 self._fill_plane(planes[plane], plane, spans, is_whole)
             encode(region, planes, slice(0, size))
 
@@ -287,8 +314,11 @@ class StateLoader:
         for elements, (name, _, begin, _) in spans:
             if is_whole:
                 flat[filled : elements.start] = 0
-            target, filled = flat[elements], elements.stop
-            piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+            target = flat[elements]
+            filled = elements.stop
+            piece = target
+            if not target.is_cpu:
+                piece = torch.empty(target.shape, dtype=target.dtype)
             self._reader.read(name, plane, begin, piece)
             if piece is not target:
                 target.copy_(piece)

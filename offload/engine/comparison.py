@@ -55,6 +55,7 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return one is other
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
+    # For `torch.equal`, NaN differs from NaN.
     return bool(torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True))
 
 
@@ -62,14 +63,17 @@ def are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if all elements are equal up to the order of sums; NaN equals NaN."""
     if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
-    most = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
+    if not one.numel():  # no elements, no largest element
+        return True
+    most = float(one.nan_to_num().abs().max())
     distances = (one.nan_to_num().float() - other.nan_to_num().float()).abs()
     return bool((distances <= tolerance(OTHER_ORDER, [one]).element * most).all())
 
 
 def are_same_loss(one: float, other: float) -> bool:
     """True if two losses have the same targets; NaN equals NaN."""
-    return math.isclose(one, other, rel_tol=_SAME_LOSS_TOLERANCE) or (one != one and other != other)
+    is_same_nan = math.isnan(one) and math.isnan(other)
+    return is_same_nan or math.isclose(one, other, rel_tol=_SAME_LOSS_TOLERANCE)
 
 
 _SUMS = 256
@@ -81,19 +85,24 @@ _PERIODS_PER_LAUNCH = 32
 
 @cache
 def _signs(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)  # equal signs on every device
     return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(device)
 
 
 def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sums of a sketch on the device of the tensor, float64 [256]."""
-    flat = tensor.detach()
-    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    flat = values.reshape(-1)
     length = min(_CHUNK, -(-flat.numel() // _SUMS) * _SUMS)
-    period = torch.zeros(length, dtype=torch.float64, device=flat.device)  # the signs repeat: sums over periods first
+    # The signs repeat, so sums over all periods come first, and then one product with the signs.
+    period = torch.zeros(length, dtype=torch.float64, device=flat.device)
     whole = flat.numel() // _CHUNK * _CHUNK
-    periods = flat[:whole].split(_CHUNK * (1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH))
-    for part in (*periods, flat[whole:]):
+    num_periods = 1
+    if flat.device.type != "cpu":
+        num_periods = _PERIODS_PER_LAUNCH
+    for part in (*flat[:whole].split(_CHUNK * num_periods), flat[whole:]):
         if part.numel() > _CHUNK:
             part = part.view(-1, _CHUNK).sum(0, dtype=torch.float64)
         if part.numel():
@@ -136,9 +145,12 @@ class Sketch:
         if self.shape != other.shape:
             return math.inf
         distance = float((self.sums - other.sums).norm())
-        if distance == distance:
+        if not math.isnan(distance):
             return distance
-        return 0.0 if torch.equal(self.sums.isfinite(), other.sums.isfinite()) else math.inf
+        # The same sums overflow in both runs.
+        if torch.equal(self.sums.isfinite(), other.sums.isfinite()):
+            return 0.0
+        return math.inf
 
 
 def largest_excess(
@@ -150,20 +162,29 @@ def largest_excess(
     rounding error of cancelling terms. NaN counts as infinity, None equals zeros.
     """
     pairs = list(zip_longest(ones, others))
-    norms = [0.0 if one is None else one.norm for one, _ in pairs]
-    least = rounding * math.hypot(*norms, 0.0) + 1e-30
+    norms = [_norm(one) for one, _ in pairs]
+    least = rounding * math.hypot(*norms, 0.0) + 1e-30  # above 0, for runs with zeros alone
     excess = 0.0
     for (one, other), norm in zip(pairs, norms, strict=True):
         distance = _distance(one, other)
-        if not distance <= share * norm + least:
-            ratio = distance / norm if norm else math.inf
-            excess = max(excess, math.inf if math.isnan(ratio) else ratio)
+        if distance <= share * norm + least:
+            continue
+        ratio = math.inf
+        if norm and not math.isnan(distance / norm):
+            ratio = distance / norm
+        excess = max(excess, ratio)
     return excess
 
 
+def _norm(sketch: Sketch | None) -> float:
+    if sketch is None:
+        return 0.0
+    return sketch.norm
+
+
 def _distance(one: Sketch | None, other: Sketch | None) -> float:
-    if one is None or other is None:
-        return sum(each.norm for each in (one, other) if each)
+    if one is None or other is None:  # zeros
+        return _norm(one) + _norm(other)
     return one.distance(other)
 
 
@@ -174,7 +195,7 @@ def gradient_deviations(
 
     `ones`, `others`: all gradients of a unit in two runs. None equals zeros.
     """
-    norms = [0.0 if one is None else one.norm for one in ones]
+    norms = list(map(_norm, ones))
     rounding = allowed.rounding * math.hypot(*norms, 0.0)
     deviations = []
     for one, other, norm in zip(ones, others, norms, strict=True):

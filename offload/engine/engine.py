@@ -88,14 +88,17 @@ class Engine(StateAccess):
         self.model = model
         self.optimizer = settings.optimizer
         self.counters = Counters()
-        self._owned_comm = open_comm(device=settings.device) if comm is None else None
+        self._owned_comm: Comm | None = None
+        if comm is None:
+            self._owned_comm = open_comm(device=settings.device)
         self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_gpus)
         self.comm.claim(self)
         self._form = ExitStack()
         try:
-            is_plain = not any(map(is_traceable_wrapper_subclass, model.parameters()))
-            form_name = "plain" if is_plain else "tensors"
+            form_name = "plain"
+            if any(map(is_traceable_wrapper_subclass, model.parameters())):
+                form_name = "tensors"
             form = MODEL_FORMS[form_name](model, settings, self.comm, fill, quantized)
             settings, self.comm = self._form.enter_context(form)
             self._state = assemble(model, settings, self.counters, fill, self.comm, quantized or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ class EquivalenceChecks:
 
         Collective. Raises ConfigError if every execution differs from the model.
         """
-        if inputs.plan.has_peers:
+        if inputs.plan.has_peers:  # each rank has a part of the batch, so no mode would help
             self._refuse_sums(inputs, sample)
         is_conclusive = self._choose_mode(
             partial(self._compare, inputs, sample, cuts=inputs.plan.num_parts > 1),
@@ -93,7 +93,7 @@ class EquivalenceChecks:
         except (DoesNotFitError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            runner.has_failed = False
+            runner.has_failed = False  # the caller analyses the model again, and needs no reset
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return EquivalenceResult(text, is_repeatable=True, is_conclusive=True, has_failed=True)
 
@@ -111,6 +111,7 @@ class EquivalenceChecks:
                 raise
             except Exception as error:
                 failure = error
+            # All ranks go on to the next sample together: a check is collective.
             if not self._flow.comm.any(failure is not None, "outcome of a sample call"):
                 return
             if number == len(samples) and failure is not None:
@@ -121,15 +122,18 @@ class EquivalenceChecks:
         own = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
 
         def loss() -> torch.Tensor:
-            args, kwargs = arguments.fill([t.clone() if t.requires_grad else t for t in own])
-            outputs = [
-                t for t in tree_iter(call.module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
-            ]
+            given = list(own)
+            for number, tensor in enumerate(own):
+                if tensor.requires_grad:  # the model may change it in place, which torch forbids for a leaf
+                    given[number] = tensor.clone()
+            args, kwargs = arguments.fill(given)
+            results = tree_iter(call.module(*args, **kwargs))
+            outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             return sum(map(_weighted_mean, outputs), torch.zeros((), device=self._flow.device.torch_device))
 
         def run_engine() -> list[torch.Tensor]:
             total = loss()
-            if total.requires_grad:
+            if total.requires_grad:  # not for outputs without a gradient, which add up to a constant
                 self._flow.runner.backward(total, None, *own)
             return [total]
 
@@ -145,6 +149,7 @@ class EquivalenceChecks:
         trim_heap()  # the units' gradients were allocated one by one, and left holes in the heap
         if not first.difference:
             return first.is_conclusive
+        # Units that never recompute would only repeat the first run.
         uses["recomputes"] = uses.get("recomputes", False) and self._flow.runner.saved.policy.mode != "never"
         for other in before.plainer_modes(**uses):
             mode.adopt(other)
@@ -159,13 +164,15 @@ class EquivalenceChecks:
                     "numbers, or gives other results in each run. Pass everything a module reads as arguments and "
                     "everything it computes as results, or train this model without an engine."
                 )
+            # Each run differs, so no comparison tells anything: the mode closest to plain PyTorch remains.
             mode.adopt(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
-        unsteady = "" if first.is_repeatable else _UNSTEADY
-        changes = mode.describe_changes(before)
-        warn(
-            "the engine and plain PyTorch give different results: "
-            f"{first.difference}{unsteady}.{f' From here on {changes}.' if changes else ''}"
-        )
+        text = f"the engine and plain PyTorch give different results: {first.difference}"
+        if not first.is_repeatable:
+            text += _UNSTEADY
+        text += "."
+        if changes := mode.describe_changes(before):
+            text += f" From here on {changes}."
+        warn(text)
         return True
 
     def _refuse_sums(self, inputs: PassInputs, sample: Batch) -> None:
@@ -186,8 +193,10 @@ class EquivalenceChecks:
         if is_token_batch(sample, check_batch(sample)):
             return ""
         if inputs.form.is_whole:
-            is_labelled = all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks)
-            return "" if is_labelled else inputs.form.obstacle
+            if all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks):
+                return ""
+            return inputs.form.obstacle
+        # One call of the model for each micro-batch stands for the call on each rank.
         mode = self._flow.execution_mode
         before = mode.cut
         mode.change(cut="calls")
@@ -197,11 +206,17 @@ class EquivalenceChecks:
             mode.change(cut=before)
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
-        is_whole, has_chunks = self._flow.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0
+        is_whole = self._flow.execution_mode.cut == "whole"
+        has_chunks = self._losses.chunk_tokens(inputs) > 0
         is_cut = (cuts or inputs.num_passes > 1) and not is_whole
-        inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if cuts and not is_whole else None)
-        num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
-        chunk_tokens = max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0
+        micro_rows = None
+        if cuts and not is_whole:  # as few rows as a loss can take: the sample has few
+            micro_rows = as_loss(inputs.loss_fn).group
+        inputs = inputs.of_sample(sample, micro_rows)
+        chunk_tokens = 0
+        if has_chunks:  # a few tokens would fit into one chunk
+            num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
+            chunk_tokens = max(1, -(-num_tokens // _CHUNKS))
         model = self._flow.model
         method, losses = self._method, self._losses
         has_backward = inputs.is_training and losses.has_backward
@@ -221,12 +236,19 @@ class EquivalenceChecks:
                 lambda unit, _: unit.install(unit.live()),
                 has_backward=False,
             )
-        with nullcontext() if inputs.is_training else in_eval_mode(model):
+        with ExitStack() as stack:
+            if not inputs.is_training:
+                stack.enter_context(in_eval_mode(model))
+            # Micro-batches and chunks add up in another order.
             return self._comparator.compare(pair, is_exact=not is_cut and not has_chunks)
 
 
 def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:
     """Return a mean over all finite elements, with different weights along the last axis."""
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).nan_to_num(0.0, 0.0, 0.0)
-    weights = torch.arange(1, 1 + (numbers.shape[-1] if numbers.dim() else 1), device=numbers.device).cos()
+    numbers = tensor
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
+    (length,) = numbers.shape[-1:] or (1,)  # a tensor without axes has one element
+    weights = torch.arange(1, 1 + length, device=numbers.device).cos()
     return (numbers * weights).sum() / max(1, numbers.numel())

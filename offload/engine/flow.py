@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -119,8 +119,11 @@ class Flow:
         begin = self.counters.total
 
         def amount() -> Amount:
-            total = self.counters.total  # counts from zero again when a step begins
-            return Amount(total - begin if total >= begin else total, place=self.runner.place)
+            total = self.counters.total
+            if total >= begin:
+                total -= begin
+            # Otherwise a step has begun since, and the counters count from zero again.
+            return Amount(total, place=self.runner.place)
 
         self.tell(text, amount)
 
@@ -140,7 +143,10 @@ class Flow:
             yield
         finally:
             for unit in self.units:
-                unit.install(unit.live() if unit.resident else unit.placeholders)
+                if unit.resident:
+                    unit.install(unit.live())
+                else:
+                    unit.install(unit.placeholders)
 
     def make_resident(self, names: set[str]) -> None:
         """Keep units with weights read from outside on the device, as far as memory allows."""
@@ -186,16 +192,20 @@ class Flow:
     def leave_model(self, restore: bool) -> None:
         """Undo the rerouting, and with `restore` put the real parameters back."""
         parameters: dict[int, nn.Parameter] = {}
-        stand_ins = dict(enumerate(self.ownership.placeholders))
+        given: Mapping[int, nn.Parameter] = dict(enumerate(self.ownership.placeholders))
+        if restore:
+            given = parameters
         for unit in self.units:
             unit.unroute()
             for place in unit.places:
                 index, current = place.parameter, place.module._parameters.get(place.key)
                 if restore and index not in parameters:
                     value = self.store.values.read(index).to(self.device.torch_device, self._dtypes[index])
-                    trainable = self.infos[index].trainable if current is None else current.requires_grad
+                    trainable = self.infos[index].trainable
+                    if current is not None:  # the script may have changed it
+                        trainable = current.requires_grad
                     parameters[index] = nn.Parameter(value, requires_grad=trainable)
-                put_parameters([place], parameters if restore else stand_ins)
+                put_parameters([place], given)
             unit.forget_live()
         self.caches.turn(on=True)
         self.stages.undo()

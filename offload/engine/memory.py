@@ -49,13 +49,17 @@ class Memory:
         accelerator = own_accelerator(settings.device)
         most_bytes = placement.budget(DEVICE)
         self.device = open_device(accelerator, ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
-        abort = comm.close if comm.size > 1 else None
+        abort = None
+        if comm.size > 1:  # other ranks wait for the exchanges of this one
+            abort = comm.close
         self.lanes = open_lanes(accelerator, settings.throttles, settings.delay_seed(comm.rank), plan.overlap, abort)
         # Before the first allocation, which may fail: the threads end with this object, also without `close`.
         self._finalizer = weakref.finalize(self, self.lanes.abandon)
 
         # The states. Those on disk and in model files lend their memory to the store.
-        self.nvme = self._open_nvme(placement, regions) if plan.rings else None
+        self.nvme: Nvme | None = None
+        if plan.rings:
+            self.nvme = self._open_nvme(placement, regions)
         self.files = self._open_files()
         self.store = Store(
             regions,

@@ -55,7 +55,9 @@ class OwnLoop:
 
         `set_to_none`: False: parameters with a gradient have one of zero, as in plain PyTorch.
         """
-        zeros = [] if set_to_none else self._lent.with_gradients(self.holds_gradients())
+        zeros = []
+        if not set_to_none:  # asked before the gradients are dropped
+            zeros = self._lent.with_gradients(self.holds_gradients())
         if self._flow.comm.any(self.holds_gradients(), "zero_grad"):
             agree_on_pass(self._flow.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
@@ -122,8 +124,11 @@ class OwnLoop:
         `update` clips, without a pass of its own over the gradients; a gradient that a script reads is clipped at once.
         """
         norm = self.grad_norm("clip_grad_norm")
-        self._norm = norm if self._norm is None else self._norm
-        self._limit = min(max_norm, math.inf if self._limit is None else self._limit)
+        if self._norm is None:  # later calls see clipped gradients
+            self._norm = norm
+        if self._limit is not None:
+            max_norm = min(max_norm, self._limit)
+        self._limit = max_norm
         if self._lent.has_lent:
             with self._recovery.working():
                 self._clip_lent()
@@ -135,7 +140,9 @@ class OwnLoop:
             return
         self._lent.measure_changed()
         norm = self._flow.updates.measure()
-        factor = norm if math.isnan(norm) else clip_coefficient(norm, self._limit)
+        factor = clip_coefficient(norm, self._limit)
+        if math.isnan(norm):  # as in torch, all gradients become NaN
+            factor = norm
         if factor != 1:
             self._lent.scale(factor)
         self._limit = math.inf
@@ -145,7 +152,9 @@ class OwnLoop:
         if self._limit is None:
             return max_grad_norm
         limit = min(self._limit, max_grad_norm or math.inf)
-        return 0.0 if limit == math.inf else limit
+        if limit == math.inf:
+            return 0.0  # `updates` takes 0 for no clipping
+        return limit
 
     def update(self, max_grad_norm: float | None = None, until_zero_grad: bool = False) -> StepResult:
         """Clip (to `max_grad_norm`, if given), update, and return the mean loss since the last update, over all ranks.
@@ -157,8 +166,12 @@ class OwnLoop:
         max_grad_norm = self._limit_of(max_grad_norm)
         self._steps.foreign_writes.check()
         flow, lr = self._flow, self._steps.method.lr
-        operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
-        operation += f" with {zeros} gradients set to zero" if (zeros := self._lent.num_zeros) else ""
+        # The text names all that has to be equal on all ranks.
+        operation = "update"
+        if max_grad_norm is not None:
+            operation += f"(max_grad_norm={max_grad_norm:g})"
+        if self._lent.num_zeros:
+            operation += f" with {self._lent.num_zeros} gradients set to zero"
         plan = agree_on_pass(flow.comm, RankBatch(operation, lr=lr))
         unknown = torch.full((), math.nan, device=flow.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / len(plan.ranks)

@@ -79,15 +79,21 @@ class StateAccess(Figures):
         """
         self._settle("named_parameters")
         for info in self._infos_of("engine.named_parameters", names):
-            if info.trainable or not trained_only:
-                yield info.name, self._read(info).to(self._weights.dtypes[info.index] if as_given else torch.float32)
+            if trained_only and not info.trainable:
+                continue
+            value = self._read(info)
+            if as_given:
+                value = value.to(self._weights.dtypes[info.index])
+            yield info.name, value
 
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
         """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
         self._end_exchanges()  # a step may have run since the last request
         with self._recovery.working(), self.counters.preserve():
             values = self._memory.store.values
-            return values.read(info.index) if span is None else values.read_range(info.index, *span)
+            if span is None:
+                return values.read(info.index)
+            return values.read_range(info.index, *span)
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters for changes in place, for merges, resets and averages:
@@ -107,7 +113,7 @@ class StateAccess(Figures):
         wanted = self.check_edit(names)
         self._own_loop.refuse_during_step("engine.edit")
         self._settle(f"edit({', '.join(info.name for info in wanted)})")
-        self.catch_up()
+        self.catch_up()  # an edit of the newest weights would not reach the older ones in a delayed step
         return self._edit_each(wanted)
 
     def check_edit(self, names: Iterable[str] | None = None) -> list[ParameterInfo]:
@@ -136,7 +142,9 @@ class StateAccess(Figures):
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
         """Return parameters by name; None: all. Raises ConfigError for an unknown name."""
         infos = {info.name: info for info in self._weights.infos}
-        wanted = list(infos if names is None else names)
+        wanted = list(infos)
+        if names is not None:
+            wanted = list(names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
             raise ConfigError(f"{call}: the model has no parameter {unknown!r}{nearest(unknown, infos)}.")
@@ -149,7 +157,7 @@ class StateAccess(Figures):
             self._wait_for_updates(f"edit of {info.name}")
             value = self._read(info)
             yield info.name, value
-            self._wait_for_updates(f"edit of {info.name}")
+            self._wait_for_updates(f"edit of {info.name}")  # a step may have run in the caller's loop
             if num_wrong := value.numel() - int(value.isfinite().sum()):
                 raise ConfigError(
                     f"engine.edit got {num_wrong} of {value.numel()} values of {info.name} that are not finite; no "
@@ -183,8 +191,10 @@ class StateAccess(Figures):
         for info in wanted:
             with self._recovery.working(), self.counters.preserve():
                 num_steps, moments = self._memory.store.values.read_moments(info.index)
-            state = {"step": torch.tensor(float(num_steps))} | moments
-            yield info.name, state if num_steps else {}
+            if not num_steps:  # torch makes the state in the first update
+                yield info.name, {}
+                continue
+            yield info.name, {"step": torch.tensor(float(num_steps))} | moments
 
     def load_moments(self, moments: Mapping[str, Mapping[str, torch.Tensor | float | None]]) -> None:
         """Set the optimizer states of parameters by name, as `named_moments` yields them or a torch optimizer has them.
@@ -198,13 +208,17 @@ class StateAccess(Figures):
         self._own_loop.refuse_during_step("engine.load_moments")
         if any(moments.values()):
             self._check_moments("written")
+        # All states are checked before the first is written.
         states: list[tuple[ParameterInfo, int, dict[str, torch.Tensor]]] = []
         for info in infos:
-            num_steps = int(moments[info.name].get("step", 1) or 0) if moments[info.name] else 0
-            tensors = {k: v for k, v in moments[info.name].items() if isinstance(v, torch.Tensor) and k != "step"}
+            given = moments[info.name]
+            num_steps = 0
+            if given:
+                num_steps = int(given.get("step", 1) or 0)
+            tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and k != "step"}
             rule_shapes = self._memory.store.values.moment_shapes(info.index)
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            if moments[info.name] and shapes != rule_shapes:
+            if given and shapes != rule_shapes:
                 raise ConfigError(
                     f"the optimizer state of {info.name} has {_describe_shapes(shapes)}, and "
                     f"{self._weights.rules[info.rule].title} has {_describe_shapes(rule_shapes)}: give the rule with "
@@ -235,15 +249,16 @@ class StateAccess(Figures):
 
     def _check_moments(self, access: str) -> None:
         """Raise ConfigError if moments cannot be read or written for a single parameter."""
-        size, title = self._memory.store.sharding.num_ranks, self._weights.rules[0].title
-        narrow = any(
-            plane.dtype != torch.float32
-            for info in self._weights.infos
-            if info.trainable
-            for plane in self._memory.store.values.moment_planes(info.index)
-        )
-        if size > 1 or narrow:
-            why = f"divided over {size} ranks" if size > 1 else f"not fp32 ({title})"
+        values = self._memory.store.values
+        trained = [info for info in self._weights.infos if info.trainable]
+        planes = [plane for info in trained for plane in values.moment_planes(info.index)]
+        size = self._memory.store.sharding.num_ranks
+        why = ""
+        if any(plane.dtype != torch.float32 for plane in planes):
+            why = f"not fp32 ({self._weights.rules[0].title})"
+        if size > 1:
+            why = f"divided over {size} ranks"
+        if why:
             raise ConfigError(
                 f"the optimizer states were to be {access} by parameter, and are {why}: optimizer.save(folder) and "
                 "optimizer.load(folder), or engine.save_checkpoint and engine.load_checkpoint, write and read them."
@@ -259,7 +274,10 @@ class StateAccess(Figures):
         hasher = xxhash.xxh64()
         for info in self._weights.infos:
             hasher.update(info.name.encode())
-            end = info.numel if whole else min(info.numel, _MARK_ELEMENTS)
+            end = info.numel
+            if not whole:
+                end = min(end, _MARK_ELEMENTS)
+            # In blocks, so the memory does not grow with the largest parameter.
             for begin in range(0, end, _BLOCK):
                 hasher.update(self._read(info, (begin, min(begin + _BLOCK, end))).numpy().data)
         return hasher.hexdigest()
@@ -351,6 +369,7 @@ class StateAccess(Figures):
             copy_missing_files(self.comm, reader, reader.files_of(loader.spans()))
             if anew and self.comm.rank == 0:
                 warn(f"{path} has states of another update rule: the optimizer states are reset.")
+            # From here on the states change, so an error leaves a mixture of two steps.
             self._recovery.torn = f"{path} was only partly read"
             self._steps.method.forget()
             self._memory.store.forgive()
@@ -361,7 +380,7 @@ class StateAccess(Figures):
             self._flow.runner.weights_changed()
             self._memory.slots.compute_after_resident()
         self._steps.restore_decisions(decided)
-        self._memory.lanes.close_step()
+        self._memory.lanes.close_step()  # the writes so far belong to no step that could be given up
         self._recovery.mark_sound()
         self._own_loop.forget()
         return meta

@@ -189,8 +189,12 @@ def join_graph(
 
     The anchor makes the outputs require gradients even if no input does.
     """
-    weights = () if runner.is_engine_call else unit.stand_ins  # a script's backward has any inputs
-    anchor = runner.anchor if unit.trainable else None
+    weights: Sequence[torch.Tensor] = ()
+    if not runner.is_engine_call:  # a script's backward has any inputs
+        weights = unit.stand_ins
+    anchor = None
+    if unit.trainable:
+        anchor = runner.anchor
     outputs = UnitFunction.apply(call, anchor, len(weights), *arguments.tensors, *weights)
     # Two ways back: autograd returns tensors alone, so the tree around them comes as `call.result`.
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
@@ -214,7 +218,9 @@ def call_unit_without_graph(
     finally:
         runner.leave()
     tensors = runner.join(unit, rows, results)
-    return results[0], _renew_views(tensors, arguments.tensors) if torch.is_grad_enabled() else tensors
+    if torch.is_grad_enabled():
+        tensors = _renew_views(tensors, arguments.tensors)
+    return results[0], tensors
 
 
 def _renew_views(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -216,7 +216,9 @@ class Inputs:
         others = self._traits.cut_others(self._arguments.others, micro_batch.span)
         inputs, outputs = tensors[: len(self._needs)], tensors[len(self._needs) :]
         use = Use(runner, self._arguments, inputs, others, self._needs)
-        known = inputs if saved.inputs_stay else ()  # on the device with a graph and without
+        known: Sequence[torch.Tensor] = ()
+        if saved.inputs_stay:  # on the device with a graph and without
+            known = inputs
         with (
             self._policy.measure(self._key, known, len(self._micro_batches)),
             micro_batch.snapshot.repeated(),
@@ -419,7 +421,9 @@ def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, graph: GraphTrait
     if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
         return Inputs
     if choice.stays(key in policy.on_device):
-        return Products if choice.mode == PRODUCTS else SavedGraph
+        if choice.mode == PRODUCTS:
+            return Products
+        return SavedGraph
     if choice.mode == PRODUCTS and not policy.is_measured(key):
         return MeasuredProducts
     if choice.can_offload and policy.offloads(key):

@@ -59,7 +59,9 @@ class _Range:
         copies = self._copies or [self._pool.get(self._stand_in)]
         (memory,) = self._saved.wait(copies)
         self._num_uses -= 1
-        self._copies = copies if self._num_uses > 0 else []
+        self._copies = []
+        if self._num_uses > 0:
+            self._copies = copies
         return memory
 
 

@@ -363,7 +363,9 @@ class ModelOwnership:
         if not self._handles:
             self.guard()
         self._units = []
-        self.state = _FAILED if failed else _SPENT
+        self.state = _SPENT
+        if failed:
+            self.state = _FAILED
         self.engine = None
         self._queries = lambda: None
         for module in _living(self._names):

@@ -117,7 +117,9 @@ class UnitRunner:
         """Last begun use and the unit's number, as `forward layers.3, unit 5 of 9`; empty before the first use."""
         _, _, unit_name = self._name.partition(" ")
         numbers = [number for number, unit in enumerate(self._units, 1) if unit.name == unit_name]
-        return f"{self._name}, unit {numbers[0]} of {len(self._units)}" if numbers else ""
+        if not numbers:
+            return ""
+        return f"{self._name}, unit {numbers[0]} of {len(self._units)}"
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class UnitRunner:
             )
         self._current_unit = unit
         try:
-            if self._uses[unit.name] > 1:
+            if self._uses[unit.name] > 1:  # several backwards of the unit in this step: their gradients add up
                 for region in unit.regions:
                     if not self.gradients.accumulates(region):
                         self.gradients.make_lasting(region, for_good=False)
@@ -181,7 +183,10 @@ class UnitRunner:
                 self._current_unit = None
                 self._executor.forget()
             raise
-        self._name, self._begin = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
+        self._name = f"forward {unit.name}"
+        if backward:
+            self._name = f"backward {unit.name}"
+        self._begin = self._lanes.now()
 
     def snapshot(self, unit: Unit, may_recompute: bool) -> Snapshot:
         """Take a snapshot of generators and modules before a unit forward, for the recomputation."""
@@ -268,7 +273,9 @@ class UnitRunner:
 
     def copy_from_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a unit result that outlives the slot: a copy if stored in slot memory."""
-        return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(self.device.address(tensor)) else tensor
+        if self.slots.streams(self.device.address(tensor)):
+            return TensorLayout.of(tensor).copy(tensor)
+        return tensor
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over device weights, or a placeholder."""
@@ -334,7 +341,9 @@ class UnitRunner:
         spans = rows.of(traits)
         results = []
         # All ranks have the same seed but must draw different random numbers.
-        caller_rng_state = self.device.random_state() if draws and (len(spans) > 1 or self.has_peers) else None
+        caller_rng_state = None
+        if draws and (len(spans) > 1 or self.has_peers):
+            caller_rng_state = self.device.random_state()
         try:
             for number, span in enumerate(synchronized(self, traits, rows, spans)):
                 if caller_rng_state is not None:
@@ -358,7 +367,9 @@ class UnitRunner:
         if rows.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
             if self._comm.any(index is not None, f"results without row axis of unit {unit.name}"):
-                subject = "a result" if index is None else f"result {index}"
+                subject = "a result"  # of another rank
+                if index is not None:
+                    subject = f"result {index}"
                 raise PartsDifferError(f"{subject} of unit {unit.name} has no row axis but depends on the rows")
         return unit.traits.join_outputs(results)
 

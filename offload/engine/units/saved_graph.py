@@ -74,7 +74,9 @@ class GraphMemory:
                 is_free = storage in self._free
                 if self._may_drop and not is_free and not self._saved.has_room(tensor):
                     raise TooMuchToKeepError
-                name = "unit inputs" if is_free else "kept tensors"
+                name = "kept tensors"
+                if is_free:
+                    name = "unit inputs"
                 self._saved.reserve((tensor,), name, self._claim)
         return tensor.detach()
 
@@ -179,7 +181,9 @@ def _root_of(target: torch.Tensor, holds: bool) -> Root:
     """Return the root of a graph for a result. `holds`: the root may hold the memory of the result."""
     if not target.requires_grad:
         return None
-    return target if holds else get_gradient_edge(target)
+    if holds:
+        return target
+    return get_gradient_edge(target)
 
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -92,7 +92,9 @@ class Snapshot:
         self.random = device.random_state()
         self._may_repeat = may_repeat
         self._rng_state: RngState | None = None
-        before = None if last is None else last._rng_state
+        before: RngState | None = None
+        if last is not None:
+            before = last._rng_state
         if may_repeat:
             self._rng_state = RngState.capture(before)
         if last is not None and before is self._rng_state:  # nothing was drawn since then
@@ -296,7 +298,9 @@ def _drop_hooks(module: nn.Module, since: int) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():  # torch counts no versions of these
+        return None
+    return tensor._version
 
 
 _BYTES = 625 * 4
@@ -396,7 +400,9 @@ class ThreadState:
 
 def _function_modes() -> list[TorchFunctionMode]:
     stack = _get_current_function_mode_stack()
-    return [mode for mode in stack if not isinstance(mode, DeviceContext)] if stack else stack
+    if not stack:  # in almost all uses
+        return stack
+    return [mode for mode in stack if not isinstance(mode, DeviceContext)]
 
 
 def _copy_context(context: contextvars.Context) -> contextvars.Context:

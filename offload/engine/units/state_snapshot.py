@@ -155,7 +155,10 @@ class ContainerSnapshot:
         ]
         self._saved: list[tuple[Any, Any]] = []  # (container, copy)
         for each in containers:
-            self._saved.append((each, dict(each) if isinstance(each, MutableMapping) else list(each)))
+            content: Any = list(each)
+            if isinstance(each, MutableMapping):
+                content = dict(each)
+            self._saved.append((each, content))
 
     def put_back(self) -> None:
         """Restore each container that has a tensor with a gradient."""

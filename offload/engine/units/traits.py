@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -135,8 +135,8 @@ class UnitTraits:
         """Record one use. Properties from all uses in a pass are merged; `is_first` marks the first use."""
         self.mutated |= mutated
         self.buffers |= buffers
-        known = None if is_first else self.graphs.get(signature)
-        if known is not None:
+        known = self.graphs.get(signature)
+        if known is not None and not is_first:
             # What holds for both uses.
             graph = GraphTraits(
                 graph.detached & known.detached,
@@ -174,7 +174,9 @@ class UnitTraits:
         self.others = others
         # Without batch inputs the unit runs once for the whole batch, so buffers would change once, not per
         # micro-batch.
-        in_place = self.mutated if self.grows else self.buffers
+        in_place: Collection[Any] = self.buffers
+        if self.grows:
+            in_place = self.mutated
         self.splits = could and not in_place
 
     @property

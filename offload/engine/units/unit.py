@@ -355,7 +355,9 @@ def open_units(
 ) -> Iterator[Unit]:
     """Yield the units in candidate order. The other arguments go to `Unit`."""
     for number, candidate in enumerate(candidates):
-        unit_class = CutLayer if candidate.is_cut else Unit
+        unit_class = Unit
+        if candidate.is_cut:
+            unit_class = CutLayer
         yield unit_class(number, candidate, regions_of(candidate, regions), slots, make_live)
 
 

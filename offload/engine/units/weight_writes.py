@@ -82,8 +82,10 @@ class WeightWrites:
 
     def _compare(self, unit: Unit, sum_before: torch.Tensor) -> None:
         """Compare the weights with an earlier sum."""
-        has_changed, before = (self._sum(unit) != sum_before).any(), self._has_changed.get(unit)
-        self._has_changed[unit] = has_changed if before is None else has_changed | before
+        has_changed = (self._sum(unit) != sum_before).any()
+        if unit in self._has_changed:
+            has_changed |= self._has_changed[unit]
+        self._has_changed[unit] = has_changed
 
     def find(self) -> Unit | None:
         """Return a unit with weights changed by a forward since `begin`, or None.
@@ -94,7 +96,7 @@ class WeightWrites:
             self._compare(unit, sum_before)
         changed = [unit for unit, has_changed in self._has_changed.items() if has_changed]
         self.forget()
-        return changed[0] if changed else None
+        return next(iter(changed), None)
 
     def forget(self) -> None:
         """Forget sums and comparisons so far."""
