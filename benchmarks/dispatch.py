@@ -28,7 +28,7 @@ from benchmarks import harness
 from benchmarks.step_times import MACHINE
 from offload import AdamW, Engine, Placement
 from offload.app.config.command_line import say
-from offload.engine.assemble import prepare
+from offload.engine.prepare import prepare
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep
 from offload.extras.plan.workload import NO_WORK, Cost, Workload

@@ -29,8 +29,8 @@ from benchmarks import harness
 from offload.app.config.sections import OptimizerSection
 from offload.app.training.parts import make_rule
 from offload.distributed.comm import Comm
-from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
+from offload.engine.prepare import prepare
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.memory import INPUTS, KEPT, OPERATIONS, footprint

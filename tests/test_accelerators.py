@@ -21,7 +21,7 @@ from offload.accelerators import (
     unusable_gpu,
 )
 from offload.distributed.comm import Comm
-from offload.engine.assemble import engine_device
+from offload.engine.prepare import engine_device
 from offload.errors import ConfigError
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings

@@ -37,6 +37,6 @@ Helpers of the main path:
     optim/update.py, native/kernels.py   update rule arithmetic
 
 Other paths through a step: `offload/extras/zeroth` trains without gradients; `own_loop.py` is for loops that call the
-model themselves. Before the first step: `assemble.py`, `state.py` with its three owners `memory.py`, `weights.py` and
-`flow.py`, `recording/`, `equivalence_checks.py`. After a failed step: `recovery.py`.
+model themselves. Before the first step: `prepare.py`, `assemble.py`, `state.py` with its three owners `memory.py`,
+`weights.py` and `flow.py`, `recording/`, `equivalence_checks.py`. After a failed step: `recovery.py`.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from offload.amounts import Amount, Tell, tell_nobody
 from offload.engine.caches import Caches
 from offload.engine.memory import Memory
 from offload.engine.moved_buffers import MovedBuffers
+from offload.engine.prepare import EnginePlan
 from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import (
@@ -24,7 +25,6 @@ from offload.engine.units.activation_offload import (
 from offload.engine.units.attention import attention_for
 from offload.engine.units.call import Router
 from offload.engine.units.execution_mode import ExecutionMode
-from offload.engine.units.find import Splitting, UnitCandidate
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership
@@ -42,15 +42,9 @@ from offload.schedule.execute import Executor
 class Flow:
     """Runs the model as units, each fetched in its turn. It is the `Host` of stages, and the `StepHost` of methods."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        candidates: Sequence[UnitCandidate],
-        splitting: Splitting,
-        memory: Memory,
-        weights: Weights,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: nn.Module, prepared: EnginePlan, memory: Memory, weights: Weights) -> None:
+        settings, structure = prepared.settings, prepared.structure
+
         # What a host shows of the owners before this one.
         self.plan = memory.plan
         self.counters = memory.counters
@@ -69,7 +63,7 @@ class Flow:
 
         # The model above the units. Its buffers stay on the device, where the forwards of units find them.
         self.model = model
-        self.splitting = splitting
+        self.splitting = structure.splitting
         self.execution_mode = ExecutionMode()
         self.caches = Caches(model)
         _move_buffers(model, self.device.torch_device)
@@ -100,7 +94,7 @@ class Flow:
             seed=settings.seed,
             comm=self.comm,
         )
-        self.units += open_units(candidates, self.regions, self.slots, self.runner.make_live)
+        self.units += open_units(structure.candidates, self.regions, self.slots, self.runner.make_live)
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units)
         self.router = Router(self.runner, self.recovery.recover)
 
@@ -109,7 +103,9 @@ class Flow:
         self.runner.stages = self.stages
         size = settings.sequence_parallel
         self.attention = attention_for(size).open(model, size, self.comm, self.counters)
-        self.ownership = ModelOwnership(model, self.infos, self.units, self.device.torch_device, splitting.functions)
+        self.ownership = ModelOwnership(
+            model, self.infos, self.units, self.device.torch_device, self.splitting.functions
+        )
         self.snapshot = ModelStructure(model, self.infos, self.units, self.ownership)
 
     # -- progress --------------------------------------------------------------------------------------------

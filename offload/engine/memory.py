@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
+from offload.engine.prepare import EnginePlan
 from offload.lanes.streams import open_lanes
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Region
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.planning.memory import BUDGETS, SLOT
-from offload.planning.plan import Plan
-from offload.planning.settings import Settings
 from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import open_device
 from offload.tiers.model_files import READ_RING, READ_STAGING, ModelFiles, WatchedFiles
@@ -26,16 +25,9 @@ from offload.tiers.tile import DeferredUpdates
 class Memory:
     """Holds the states on their tiers and the weights in device slots, as planned, with the lanes for all copies."""
 
-    def __init__(
-        self,
-        regions: Sequence[Region],
-        infos: Sequence[ParameterInfo],
-        settings: Settings,
-        plan: Plan,
-        counters: Counters,
-        comm: Comm,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, prepared: EnginePlan, counters: Counters, comm: Comm) -> None:
+        settings, structure = prepared.settings, prepared.structure
+        self.plan = plan = prepared.plan
         self.counters = counters
         self.comm = comm
 
@@ -59,11 +51,11 @@ class Memory:
         # The states. Those on disk and in model files lend their memory to the store.
         self.nvme: Nvme | None = None
         if plan.rings:
-            self.nvme = self._open_nvme(placement, regions)
+            self.nvme = self._open_nvme(placement, structure.regions)
         self.files = self._open_files()
         self.store = Store(
-            regions,
-            infos,
+            structure.regions,
+            structure.infos,
             device=self.device,
             host=self.host,
             lanes=self.lanes,

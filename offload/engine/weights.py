@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -13,8 +12,8 @@ from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.tile_updates import InPlaceUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.memory import Memory
+from offload.engine.prepare import EnginePlan
 from offload.errors import warn
-from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.memory import (
@@ -32,18 +31,11 @@ from offload.planning.settings import Settings
 class Weights:
     """Holds what is trained: the parameters, in regions, their gradients on the way to the host, and their updates."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        regions: Sequence[Region],
-        infos: list[ParameterInfo],
-        dtypes: list[torch.dtype],
-        settings: Settings,
-    ) -> None:
-        self.regions = regions
-        self.infos = infos
-        self.dtypes = dtypes
-        """Dtypes in the original model, by parameter index."""
+    def __init__(self, prepared: EnginePlan, memory: Memory) -> None:
+        settings, structure = prepared.settings, prepared.structure
+        self.regions = structure.regions
+        self.infos = structure.infos
+        self.dtypes = structure.dtypes
         self.rules = settings.optimizer.parts
         self.frozen_weights = settings.frozen_weights
         self.changed = set[str]()
@@ -54,7 +46,7 @@ class Weights:
         self._splits = settings.splits
         self._keeps_gradients = settings.keeps_gradients
         has_staging = settings.optimizer.has_gradients and not settings.keeps_gradients
-        self._staged = [r for r in regions if has_staging and not waits_on_disk(r, memory.plan.residence)]
+        self._staged = [r for r in self.regions if has_staging and not waits_on_disk(r, memory.plan.residence)]
         self._summed: frozenset[int] | None = frozenset()
         """Indices of the regions with room for gradient sums. None: an interrupt came during the change."""
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.engine.assemble import disable_checkpointing
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
+from offload.engine.prepare import disable_checkpointing
 from offload.errors import ConfigError, DiskError, warn
 from offload.integrations import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_iter
 
 from offload import Engine, Placement
 from offload.distributed.comm import Comm
-from offload.engine.assemble import prepare
 from offload.engine.loss.batch import next_labels
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks, find_chunked_head
+from offload.engine.prepare import prepare
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
 from offload.planning.machines import FreeMemory, ThisMachine

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload import LOMO, Engine, MeZO
 from offload.distributed.joining import open_comm
-from offload.engine.assemble import Structure
+from offload.engine.prepare import Structure
 from offload.errors import ConfigError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.layout.codecs import GRADIENT_CODECS

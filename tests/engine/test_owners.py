@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offload.distributed.comm import Comm
-from offload.engine.assemble import prepare
 from offload.engine.memory import Memory
+from offload.engine.prepare import prepare
 from offload.engine.weights import Weights
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
@@ -24,13 +24,11 @@ OF_RESIDENT_UNITS = {"resident weights", "accumulated gradients"}
 def test_memory_and_weights_take_what_is_planned_and_give_it_back(tier: str, tmp_path: Path) -> None:
     model, counters, comm = build(Stack), Counters(), Comm()
     prepared = prepare(model, Settings(placement=placed(tier, tmp_path)), comm)
-    structure, plan = prepared.structure, prepared.plan
-    memory = Memory(structure.regions, structure.infos, prepared.settings, plan, counters, comm)
+    memory = Memory(prepared, counters, comm)
     ledgers = memory.device.ledger, memory.host, memory.disk
-    dtypes = [parameter.dtype for parameter in model.parameters()]
-    weights = Weights(memory, structure.regions, structure.infos, dtypes, prepared.settings)
+    weights = Weights(prepared, memory)
     held = {(ledger.tier, name): size for ledger in ledgers for name, size in ledger.allocations.items()}
-    planned = {(each.tier, each.name): each.num_bytes for each in plan.allocations if each.num_bytes}
+    planned = {(each.tier, each.name): each.num_bytes for each in prepared.plan.allocations if each.num_bytes}
     assert held == {key: size for key, size in planned.items() if key[1] not in OF_RESIDENT_UNITS}
     memory.end_lanes()
     weights.free()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
 from offload.distributed.comm import Comm
-from offload.engine.assemble import prepare
+from offload.engine.prepare import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates

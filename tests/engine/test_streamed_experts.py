@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from offload import AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
-from offload.engine.assemble import prepare
+from offload.engine.prepare import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large import cut_experts
 from offload.extras.plan.machine_files import read_machine

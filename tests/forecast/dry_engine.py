@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -323,20 +323,10 @@ class DryEngine:
             "open_lanes": lambda *_, **__: lanes,
             "Nvme": open_nvme,
         }
-        structure = prepared.structure
+        ranks = SimulatedRanks(simulated.residence.sharding.num_ranks, simulated.num_machines)
         measures = patch.object(engine_weights, "Measures", lambda store: DryMeasures(store, square))
         with patch.multiple(engine_memory, **stand_ins), measures:
-            self.state = EngineState(
-                model,
-                settings,
-                structure.infos,
-                structure.candidates,
-                structure.regions,
-                structure.splitting,
-                prepared.plan,
-                Counters(),
-                SimulatedRanks(simulated.residence.sharding.num_ranks, simulated.num_machines),
-            )
+            self.state = EngineState(model, replace(prepared, settings=settings), Counters(), ranks)
         self.flow = self.state.flow
         self._take_over(step)
         losses = Losses(self.flow, prepared.chunk_bytes, settings.optimizer.has_gradients)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from offload.distributed.comm import Comm
-from offload.engine.assemble import EnginePlan, prepare
+from offload.engine.prepare import EnginePlan, prepare
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.planning.settings import Settings
 

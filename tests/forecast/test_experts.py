@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 from offload import AdamW, Engine, Placement
 from offload.app.config.config import Config
 from offload.distributed.comm import Comm
-from offload.engine.assemble import Structure
+from offload.engine.prepare import Structure
 from offload.extras.large import cut_experts
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine

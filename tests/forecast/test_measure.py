@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from offload import Engine, Placement
 from offload.app.config.presets import PRESETS
 from offload.distributed.comm import Comm
-from offload.engine.assemble import EnginePlan, prepare
+from offload.engine.prepare import EnginePlan, prepare
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.workload import REPEATED_SHARE, Cost, Workload

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.engine.assemble import EnginePlan, Structure
+from offload.engine.prepare import EnginePlan, Structure
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.simulated_ranks import SimulatedRanks

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from benchmarks.plan_memory import HERE
 from offload.app.config.config import Config
-from offload.engine.assemble import prepare
+from offload.engine.prepare import prepare
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import Tiles
 from offload.extras.plan.alternatives import forecast

@@ -112,7 +112,7 @@ def test_the_trainer_names_its_files_as_before() -> None:
 
 def test_checkpointing_of_gradients_is_left_off() -> None:
     """Both transformers names turn off checkpointing. Otherwise each unit would run a third forward pass."""
-    from offload.engine.assemble import disable_checkpointing
+    from offload.engine.prepare import disable_checkpointing
     from tests.integrations.plain import llama
 
     model = llama()

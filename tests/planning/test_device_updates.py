@@ -14,7 +14,7 @@ from torch import nn
 
 from offload import Placement
 from offload.distributed.comm import Comm
-from offload.engine.assemble import prepare
+from offload.engine.prepare import prepare
 from offload.lanes.timeline import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, Region
 from offload.layout.residence import DEVICE, Residence

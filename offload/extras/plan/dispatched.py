@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from offload.engine.assemble import EnginePlan
+from offload.engine.prepare import EnginePlan
 from offload.extras.plan.simulated_lanes import Seconds
 from offload.extras.plan.simulated_step import SimulatedCall
 from offload.extras.plan.workload import UnitWork, Workload

@@ -30,7 +30,7 @@ from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
 from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
-from offload.engine.assemble import EnginePlan, Structure
+from offload.engine.prepare import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.extras.adapters.adapters import Adaptation

@@ -13,12 +13,12 @@ from torch import nn
 
 from offload.app.config.sections import DOCUMENTS
 from offload.distributed.comm import Comm
-from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead, HeadInputs
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.prepare import EnginePlan
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.attention import ATTENTIONS, attention_for
 from offload.engine.units.find import UnitCandidate

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from offload.engine.assemble import EnginePlan
+from offload.engine.prepare import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, GraphChoice

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
-from offload.engine.assemble import Structure
+from offload.engine.prepare import Structure
 from offload.engine.units.find import UnitCandidate
 from offload.errors import format_bytes
 from offload.extras.plan.workload import Workload

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offload.engine.assemble import EnginePlan
+from offload.engine.prepare import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import without_garbage_collector

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from offload.engine.assemble import EnginePlan
+from offload.engine.prepare import EnginePlan
 from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.noise import noise_costs
