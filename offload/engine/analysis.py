@@ -174,9 +174,9 @@ def _describe_model(flow: Flow, configs: Iterable[Any], settings: Settings) -> d
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
     units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in flow.units]
     packages = {"offload", "torch", *(type(module).__module__.partition(".")[0] for module in model.modules())}
-    rows = settings.rows or ()
+    rows: Iterable[Any] = settings.rows or ()
     if isinstance(rows, Mapping):
-        rows = list(map(_describe_row, rows.items()))
+        rows = map(_describe_row, rows.items())
     rule = settings.optimizer
     return {
         "code": digest(modules),

@@ -13,6 +13,7 @@ class Caches:
     """The `use_cache` flags in the model configurations."""
 
     def __init__(self, model: nn.Module) -> None:
+        # Modules share configurations, which need not be hashable.
         configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         flags = ((config, getattr(config, "use_cache", None)) for config in configs.values())
         self._original_flags = [(config, flag) for config, flag in flags if flag is not None]
@@ -20,7 +21,7 @@ class Caches:
     def turn(self, on: bool) -> None:
         """Set all flags to False, or with `on` to their original values."""
         for config, flag in self._original_flags:
-            config.use_cache = flag if on else False
+            config.use_cache = on and flag
 
     @contextmanager
     def with_original_flags(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _check_extent(engine: EngineState, reader: Reader, trained_only: bool) -> No
 
 def _check_frozen(reader: Reader, wanted: Contents, saved: Contents, trained_only: bool) -> None:
     """Raise ConfigError if the checkpoint has optimizer state for other trainable parameters than `wanted`."""
-    known = wanted.keys()  # a trained-only checkpoint lacks what was frozen
+    known: Set[str] = wanted.keys()  # a trained-only checkpoint lacks what was frozen
     reset = ""
     if not trained_only:
         # A parameter that only one of them has is another error, see `_check_model`.
@@ -137,7 +137,7 @@ def _check_model(engine: EngineState, reader: Reader, wanted: Contents, saved: C
     trained = {info.name for info in engine.weights.infos if info.trainable}
     for name in [*wanted, *saved]:
         # For trainable parameters the update rule decides about a low half of the master weights.
-        masters = MASTER
+        masters: Sequence[str] = MASTER
         if name in trained:
             masters = MASTER[:1]
         kept = (*masters, BUFFER)

@@ -33,6 +33,7 @@ def remove_compile_wrappers(model: nn.Module, compiles: str = "always") -> nn.Mo
             compiled_names.append(name or "the model")
         if _is_compiled(forward := vars(module).get("forward")):
             own = forward._torchdynamo_orig_callable
+            # A method of the class needs no attribute on the module.
             if getattr(own, "__func__", None) is type(module).forward:
                 del module.forward
             else:
@@ -40,10 +41,15 @@ def remove_compile_wrappers(model: nn.Module, compiles: str = "always") -> nn.Mo
             compiled_names.append(name or "the model")
     if compiled_names:
         names = [name.replace("._orig_mod", "") for name in dict.fromkeys(compiled_names)]
-        rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        rest = ""
+        if len(names) > _MOST_NAMES:
+            rest = f" and {len(names) - _MOST_NAMES} more"
+        instead = "; compile=always compiles blocks"
+        if compiles == "always":
+            instead = ": the engine compiles blocks"
         warn(
             f"torch.compile was removed from {', '.join(names[:_MOST_NAMES])}{rest}, because it cannot trace offloaded "
-            f"weights{': the engine' if compiles == 'always' else '; compile=always'} compiles blocks."
+            f"weights{instead}."
         )
     return model
 

@@ -124,7 +124,7 @@ class EquivalenceChecks:
         def loss() -> torch.Tensor:
             given = list(own)
             for number, tensor in enumerate(own):
-                if tensor.requires_grad:  # the model may change it in place, which torch forbids for a leaf
+                if tensor.requires_grad:  # torch forbids the model to change a leaf in place
                     given[number] = tensor.clone()
             args, kwargs = arguments.fill(given)
             results = tree_iter(call.module(*args, **kwargs))

@@ -39,7 +39,10 @@ class MovedBuffers:
         first, *others = comm.gather_objects(digests_of(self._model, self._to_host), "buffers that have moved")
         entries: dict[str, Entry] = {}
         for name, buffer in self._model.named_buffers():
-            ranks = [0] if name not in saved and first[name] != self._at_start.get(name) else []
+            ranks = []
+            if name not in saved and first[name] != self._at_start.get(name):
+                ranks.append(0)
+            # Of other ranks only those with other values than rank 0.
             ranks += [rank for rank, other in enumerate(others, 1) if other[name] != first[name]]
             if ranks:
                 entries[name] = Entry(tuple(buffer.shape), {f"{MOVED}{rank}": buffer.dtype for rank in ranks})
@@ -54,7 +57,10 @@ class MovedBuffers:
 
     def spans(self, reader: Reader, rank: int, has_same_ranks: bool) -> Iterator[Span]:
         """Yield the spans `load` reads."""
-        wanted = (f"{MOVED}{rank}", f"{MOVED}0") if has_same_ranks else (f"{MOVED}0",)
+        # A rank without values of its own had those of rank 0.
+        wanted = [f"{MOVED}0"]
+        if has_same_ranks:
+            wanted = [f"{MOVED}{rank}", *wanted]
         for name, entry in reader.contents.items():
             plane = next((plane for plane in wanted if plane in entry.planes), None)
             if plane is not None:

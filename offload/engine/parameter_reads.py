@@ -83,4 +83,6 @@ class ParameterReads:
             flow.updates.flush()
             flow.lanes.drain_updates()  # also raises a failure in another parameter's update
             values = flow.store.values
-            return values.read_local(info.index) if dtype == DTYPES[info.compute] else values.read(info.index)
+            if dtype == DTYPES[info.compute]:
+                return values.read_local(info.index)
+            return values.read(info.index)

@@ -125,8 +125,8 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
 def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
     of = Rows.of
 
-    def early(self: Rows, unit: Any) -> list[Any]:
-        return [span and (span[0] - (span[0] > 0), span[1] - (span[0] > 0), span[2]) for span in of(self, unit)]
+    def early(self: Rows, traits: Any) -> list[Any]:
+        return [span and (span[0] - (span[0] > 0), span[1] - (span[0] > 0), span[2]) for span in of(self, traits)]
 
     patch.setattr(Rows, "of", early)
 
