@@ -62,7 +62,9 @@ def own_accelerator(
             warn(why)
         return None
     if requested is not None and requested.type not in {each.device.type for each in available}:
-        device_types = f"{available[0].device.type} alone" if available else "only the CPU"
+        device_types = "only the CPU"
+        if available:
+            device_types = f"{available[0].device.type} alone"
         raise ConfigError(f"{flag} is {name}, and torch finds {device_types}: give cpu, or nothing.")
     index = None if requested is None else requested.index
     if index is None:  # a process starts on device 0, so 0 is no explicit selection
@@ -85,17 +87,16 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
         if not (root / path).exists() or not environ.get(f"{runtime.upper()}_VISIBLE_DEVICES", "unset"):
             continue
         version = root / "proc/driver/nvidia/version"
-        driver = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if maker == "NVIDIA" and version.exists() else None
-        built = getattr(torch.version, runtime)
+        driver = ""
+        if maker == "NVIDIA" and version.exists() and (found := re.search(r"\d+\.\d+[.\d]*", version.read_text())):
+            driver = f" ({found[0]})"
+        built = f"without {runtime.upper()}: install one that has it."
+        if number := getattr(torch.version, runtime):
+            why = "the driver may be too old for it, or may not be given to this process."
+            built = f"for {runtime.upper()} {number}: {why}"
         return (
-            f"This machine has the driver of an {maker} GPU{f' ({driver[0]})' if driver else ''}, but torch "
-            f"{torch.__version__} finds no GPU, so the CPU computes. This torch was built "
-            + (
-                f"for {runtime.upper()} {built}: the driver may be too old for it, or may not be given to this process."
-                if built
-                else f"without {runtime.upper()}: install one that has it."
-            )
-            + " Set the device to cpu to avoid this warning."
+            f"This machine has the driver of an {maker} GPU{driver}, but torch {torch.__version__} finds no GPU, so "
+            f"the CPU computes. This torch was built {built} Set the device to cpu to avoid this warning."
         )
     return None
 
@@ -128,7 +129,10 @@ def multiplies_fp8(device_type: str) -> bool:
 def open_accelerator(device: torch.device) -> Accelerator:
     """Return the accelerator for a device other than the CPU."""
     module = torch.get_device_module(device)
-    return (CudaAccelerator if hasattr(module, "cudart") else Accelerator)(device, module)
+    # By a feature, not by name: ROCm GPUs are "cuda" too.
+    if hasattr(module, "cudart"):
+        return CudaAccelerator(device, module)
+    return Accelerator(device, module)
 
 
 class Accelerator:
@@ -150,6 +154,7 @@ class Accelerator:
         properties = self.module.get_device_properties(self.device)
         device_type = self.device.type
         description = {"name": properties.name, "memory_bytes": properties.total_memory}
+        # ROCm GPUs are called "cuda" too, and torch then has no version of CUDA.
         description["runtime"] = (
             f"{device_type.upper()} {getattr(torch.version, device_type, None) or torch.version.hip}"
         )
@@ -222,7 +227,9 @@ class Accelerator:
         total = self.total_bytes
 
         def limit() -> None:
-            share = min(1.0, sum(bounds) / total) if len(bounds) > 1 else 1.0
+            share = 1.0
+            if len(bounds) > 1:
+                share = min(1.0, sum(bounds) / total)
             with self.module.device(self.device):  # set_per_process_memory_fraction changes the current device
                 self.module.set_per_process_memory_fraction(share, self.device)
 
@@ -233,7 +240,7 @@ class Accelerator:
                 del _bounds[self.device]
 
         bounds.append(num_bytes)
-        limit()
+        limit()  # at once: the next allocation already counts
         return end
 
     def enter(self) -> None:

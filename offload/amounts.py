@@ -28,7 +28,9 @@ class Amount:
 
         seconds: time since the work began.
         """
-        parts = [self.place] if self.place else []
+        parts = []
+        if self.place:
+            parts.append(self.place)
         if self.total:
             parts.append(f"{self._count(self.done)} of {self._count(self.total)}{self._unit}")
         elif self.done:
@@ -40,11 +42,15 @@ class Amount:
         return ", ".join(parts)
 
     def _count(self, number: int) -> str:
-        return format_bytes(number) if self.unit == BYTES else f"{number:,}"
+        if self.unit == BYTES:
+            return format_bytes(number)
+        return f"{number:,}"
 
     @property
     def _unit(self) -> str:
-        return "" if self.unit == BYTES else f" {self.unit}"
+        if self.unit == BYTES:  # `format_bytes` writes its own unit
+            return ""
+        return f" {self.unit}"
 
 
 Measure = Callable[[], Amount]
@@ -81,4 +87,6 @@ def clock(seconds: float) -> str:
     """Return m:ss, or h:mm:ss from one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"

@@ -39,8 +39,10 @@ def as_folder(path: Any) -> Path:
     folder = Path(text)
     try:
         if not folder.is_absolute():
-            Path.cwd()
-        return folder.resolve() if folder.is_symlink() else folder
+            Path.cwd()  # raises here, and not in the middle of a save
+        if folder.is_symlink():
+            return folder.resolve()
+        return folder
     except FileNotFoundError:
         raise ConfigError(
             f"the folder {text} is relative, and the working directory is gone: give an absolute path, or change to a "

@@ -50,13 +50,15 @@ def measured(arguments: argparse.Namespace) -> Any:
     """Run a benchmark and return the output."""
     with _only_results_on_stdout():
         output = arguments.module.run(arguments)
-    return BenchmarkOutput(output) if isinstance(output, list) else output
+    if isinstance(output, list):
+        return BenchmarkOutput(output)
+    return output
 
 
 @contextlib.contextmanager
 def _only_results_on_stdout() -> Iterator[None]:
     """Redirect other output to stderr, including child compilers. Only results go to stdout."""
-    sys.stdout.flush()
+    sys.stdout.flush()  # earlier text, which belongs to stdout
     # The descriptor, not sys.stdout: child processes write to it.
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -171,10 +171,15 @@ def show(value: Any) -> str:
         return "none"
     if isinstance(value, tuple):
         return shorten(" ".join(map(str, value))) or "none"
-    return str(value).lower() if isinstance(value, bool) else shorten(str(value))
+    # YAML and the command line write true and false in lower case.
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shorten(str(value))
 
 
 def _holds(condition: Condition, value: Any, other: Any) -> bool:
     if callable(condition):
         return bool(condition(value, other))
-    return value in condition if isinstance(condition, tuple) else bool(value == condition)
+    if isinstance(condition, tuple):
+        return value in condition
+    return bool(value == condition)

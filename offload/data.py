@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.app.config.command_line import (
+    CommandOption,
+    as_path,
+    importing,
+    is_on,
+    parse_command,
+    run_command,
+    say,
+    take_gpus,
+)
 from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.data", description=DESCRIPTION, own=OPTIONS)
     num_samples = _num_samples(own["samples"])
     as_json = is_on(own, "json")
-    page = None if own["page"] is None else Path(own["page"]).expanduser()
+    page = as_path(own["page"])
     from offload.app.training.task import check_names
 
     check_names(config)
@@ -47,6 +55,7 @@ def main(words: list[str]) -> int:
         from offload.extras.data.view import describe_rows, look_at_data
         from offload.extras.tools.reporting.html import check_path, fill, write_html
     if page is not None:
+        # Before the data are read: a wrong name is told at once.
         check_path(page, "--page")
     view = look_at_data(config, num_ranks, num_samples, say)
     if page is not None:
@@ -90,7 +99,9 @@ def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
     """Yield a document-length histogram for a source, with the row length marked."""
     from offload.extras.data.view import describe_padding
 
-    of = f"{source.name}, " if len(view.sources) > 1 else ""
+    of = ""
+    if len(view.sources) > 1:
+        of = f"{source.name}, "
     yield f"\n{of}documents by tokens; {source.cut}; {describe_padding(source.padding_share)}"
     most = max(count for _, count in source.histogram)
     width = len(f"{source.histogram[-1][0]:,}")
@@ -115,24 +126,32 @@ def _row(sample: Sample, in_colour: bool) -> Text:
     """Return the row text, limited to the first documents; trained tokens are in colour or between marks."""
     from rich.text import Text
 
+    opening, closing = "⟦", "⟧"
+    if in_colour:
+        opening = closing = ""
     row = Text()
     is_open = False
     begins = [index for index, piece in enumerate(sample.pieces) if piece.begins_document]
     left_out = max(0, len(begins) - _MOST_DOCUMENTS)
-    end = begins[_MOST_DOCUMENTS] if left_out else None
+    end = None
+    if left_out:
+        end = begins[_MOST_DOCUMENTS]
     for piece in sample.pieces[:end]:
         is_trained = piece.kind == "trained"
         if is_open and (piece.begins_document or not is_trained):
-            row.append("" if in_colour else "⟧")
+            row.append(closing)
             is_open = False
         if piece.begins_document:
             row.append("\n‖ ", "cyan")
         if is_trained and not is_open:
-            row.append("" if in_colour else "⟦")
+            row.append(opening)
             is_open = True
         row.append(_shown(piece), f"{_STYLES[piece.kind]}{' bold' * (piece.is_special and piece.kind != 'padding')}")
-    row.append("⟧" if is_open and not in_colour else "")
-    return row.append(f"\n[... {counted(left_out, 'document')} more, which --page shows ...]" if left_out else "")
+    if is_open:
+        row.append(closing)
+    if left_out:
+        row.append(f"\n[... {counted(left_out, 'document')} more, which --page shows ...]")
+    return row
 
 
 def _shown(piece: Piece) -> str:

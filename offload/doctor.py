@@ -89,11 +89,15 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
 def _live(diagnosis: dict[str, Any]) -> list[tuple[str, str]]:
     kernels = diagnosis["kernels"]
     io = diagnosis["io"]
-    why_torch = "" if kernels["native"] else f"\nslower than C++: {kernels['missing_because']}"
-    name = "C++" if kernels["native"] else "torch"
+    name, why_torch = "C++", ""
+    if not kernels["native"]:
+        name, why_torch = "torch", f"\nslower than C++: {kernels['missing_because']}"
+    engine = io["engine"]
+    if io["why_not_better"]:
+        engine += f"\n{io['why_not_better']}"
     return [
         ("kernels", f"{name}, {kernels['isa']}, {kernels['threads']} threads{why_torch}"),
-        ("I/O engine", io["engine"] + (f"\n{io['why_not_better']}" if io["why_not_better"] else "")),
+        ("I/O engine", engine),
         ("I/O memory", io["why_unregistered"] or "registered with the kernel"),
     ]
 
@@ -102,11 +106,12 @@ def _directory(about: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("nvme dir", about["dir"])]
     if about["file_system"]:
         rows.append(("", f"{about['file_system']}, {format_bytes(about['free_bytes'])} free"))
-    if about["usable"]:
-        rows.append(("", f"usable, {'O_DIRECT' if about['direct'] else 'buffered: ' + about['why_buffered']}"))
-    else:
-        rows.append(("", f"cannot be used: {about['refusal']}"))
-    return rows
+    verdict = f"cannot be used: {about['refusal']}"
+    if about["direct"]:
+        verdict = "usable, O_DIRECT"
+    elif about["usable"]:
+        verdict = f"usable, buffered: {about['why_buffered']}"
+    return [*rows, ("", verdict)]
 
 
 def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
@@ -115,8 +120,9 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
     is_cpu = machine["device"] == "cpu"
     moved = {name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items() if name.endswith("bytes_per_s") and rate}
     flops = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in rates["flops_per_s"].items())
-    within = " (copies within memory)" if is_cpu else ""
-    both_ways = f"{moved['both_ways_bytes_per_s']}{within}"
+    both_ways = moved["both_ways_bytes_per_s"]
+    if is_cpu:
+        both_ways += " (copies within memory)"
     rows = [
         ("links", f"up {moved['h2d_bytes_per_s']}, down {moved['d2h_bytes_per_s']}, both at once {both_ways}"),
         ("in place", f"{moved['host_bytes_per_s']} of the host's memory read and written by all cores"),
@@ -126,7 +132,9 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows.insert(2, ("device", f"{format_bytes(machine['device_bytes'])} free, {moved['device_bytes_per_s']}"))
     if "nvme_read_bytes_per_s" in moved:
         reads, writes = (moved[f"nvme_{direction}_bytes_per_s"] for direction in ("read", "write"))
-        both = f", both at once {rate}" if (rate := moved.get("nvme_both_ways_bytes_per_s")) else ""
+        both = ""
+        if rate := moved.get("nvme_both_ways_bytes_per_s"):
+            both = f", both at once {rate}"
         rows.append(("disks", f"read {reads}, write {writes}{both}, past the page cache"))
     return [*rows, ("", f"{next(iter(machine['sources'].values()))}; --refresh measures again")]
 

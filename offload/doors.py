@@ -51,7 +51,9 @@ class Door(Mapping[str, T], Generic[T]):
                 raise ConfigError(f"there is no {self._kind} {name!r}{nearest(name, self)}.")
             module, _, attribute = self._places[name].partition(":")
             place: Any = import_module(module)
-            self._objects[name] = getattr(place, attribute) if attribute else place
+            if attribute:
+                place = getattr(place, attribute)
+            self._objects[name] = place
         return self._objects[name]
 
     def __contains__(self, name: Any) -> bool:

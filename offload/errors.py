@@ -141,13 +141,18 @@ def system_code(error: BaseException) -> int | None:
     """
     if isinstance(error, OSError):
         return error.errno or 0
-    in_text = None if isinstance(error, OffloadError) else re.search(r"\(os error (\d+)\)", str(error))
+    # Our own text may quote the text of another failure.
+    if isinstance(error, OffloadError):
+        return None
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
     return int(in_text[1]) if in_text else None
 
 
 def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
     """Return the error text for too few rows: fewer per step than ranks, or than rank groups sharing rows."""
-    each = "rank" if shared_by == 1 else f"group of {shared_by} ranks (train.sequence_parallel)"
+    each = "rank"
+    if shared_by != 1:
+        each = f"group of {shared_by} ranks (train.sequence_parallel)"
     return (
         f"train.batch_size is {batch_size}, but there are {world_size} ranks, and every {each} needs its own row; set "
         f"--train.batch_size to {world_size // shared_by} or more, or start at most {batch_size * shared_by} ranks."
@@ -188,22 +193,58 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     if len(word) > _MAX_SHOWN:  # slow, and no misspelt name
         return ""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    if not matches:
+        return ""
+    return f" (did you mean {matches[0]}?)"
 
 
 def allocation_name(name: str) -> str:
     """Return the display name for an allocation."""
-    return "master, low 16 bits" if name == "low" else name
+    if name == "low":
+        return "master, low 16 bits"
+    return name
 
 
 def ratio(number: float) -> str:
     """Format a ratio as `0.5`, `3.14` or `1,070`: three digits, but all digits above 100."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    # `.3g` would write 1,070 as 1.07e+03.
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
 
 
 def counted(number: int, noun: str) -> str:
     """Return a count with the noun: `1 step`, `1,070 steps`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def and_others(number: int, word: str = "more") -> str:
+    """Return `, and 3 more` for the end of a shortened list. Empty: nothing is left out."""
+    if number <= 0:
+        return ""
+    return f", and {number} {word}"
+
+
+def first_names(names: Iterable[str], most: int) -> str:
+    """Return the first names as a list for a message, with dots for the rest."""
+    shown = list(names)
+    if len(shown) > most:
+        shown[most:] = ["..."]
+    return ", ".join(shown)
+
+
+def unless_absent(path: Path, fault: str) -> str:
+    """Return the fault of a path for a message: the given one, or `does not exist`."""
+    if path.exists():
+        return fault
+    return "does not exist"
+
+
+def unless_no_folder(path: Path, fault: str) -> str:
+    """Return the fault of a folder for a message: the given one, or `is no folder`."""
+    if path.is_dir():
+        return fault
+    return "is no folder"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -211,7 +252,9 @@ def format_bytes(num_bytes: float) -> str:
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+            if unit == "B" or size >= 100:
+                return f"{size:.0f} {unit}"
+            return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
 

@@ -97,6 +97,7 @@ def main(words: list[str]) -> int:
             raise ConfigError(
                 f"{flag} is given without --merge, but writing only the adapter needs no base: leave it out."
             )
+    # Before the export, which may take long.
     if options.private and options.push is None:
         raise ConfigError("--private is given without --push, and nothing is uploaded: leave it out.")
     upload = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from offload.app.config.command_line import as_utf8, parse_options, run_command, say
+from offload.app.config.command_line import as_path, as_utf8, parse_options, run_command, say
 from offload.app.telemetry.lasting_output import is_unread
 from offload.errors import ConfigError, counted, format_bytes
 from offload.sizes import parse_size
@@ -67,10 +67,15 @@ class Options:
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.generate", description=DESCRIPTION)
     _check(options)
-    # -1: measured below, because torch is needed for it.
-    memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
-    prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
-    prompts = _typed_lines() if prompt is None else iter([as_utf8(prompt, "--prompt")])
+    memory_bytes: int | None = -1  # measured below, because torch is needed for it
+    if options.memory != "auto":
+        memory_bytes = parse_size(options.memory, "--memory")
+    prompt = options.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read().rstrip("\n")
+    prompts = _typed_lines()
+    if prompt is not None:
+        prompts = iter([as_utf8(prompt, "--prompt")])
 
     from offload.accelerators import own_accelerator
     from offload.app.checkpoint_folder import choose_model
@@ -86,7 +91,6 @@ def main(words: list[str]) -> int:
     if memory_bytes == -1:
         memory_bytes = free_memory(own)
     choices = SamplingOptions(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
-    adapter = None if options.adapter is None else Path(options.adapter).expanduser()
     num_tokens = 0
     seconds = 0.0
     bytes_read = 0
@@ -97,7 +101,7 @@ def main(words: list[str]) -> int:
             dtype=DTYPES[options.dtype],
             memory_bytes=memory_bytes,
             accelerator=own,
-            adapter=adapter,
+            adapter=as_path(options.adapter),
             tell=reading.enter_context(work_progress()),
         ) as sampler,
     ):
@@ -143,7 +147,7 @@ def _typed_lines() -> Iterator[str]:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # lines can be edited
         say("a conversation: a line is a turn; /exit or Ctrl-D ends it")
-    question = "> " if is_terminal else ""
+    question = "> " * is_terminal  # a pipe has nobody to ask
     while (line := _line(question)) not in (None, "/exit"):
         if line and line.strip():
             yield line
@@ -155,16 +159,17 @@ def _line(question: str) -> str | None:
         return as_utf8(input(question), "the line")
     except EOFError:
         if question:
-            print()
+            print()  # Ctrl-D leaves the cursor behind the question
         return None
 
 
 def _comment(sampler: Sampler, generation: GeneratedTokens, options: Options) -> None:
     """Print notes about an empty text, and about a text at the last position of the model."""
     if not sampler.decode(generation).strip():
-        advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
-        is_advised = sampler.tokenizer.chat_template and not options.chat
-        say(f"note: the model returned no text.{advice if is_advised else ''}")
+        advice = ""
+        if sampler.tokenizer.chat_template and not options.chat:
+            advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
+        say(f"note: the model returned no text.{advice}")
     if generation.num_positions is not None:
         say(
             f"note: the text ends after {counted(len(generation.token_ids), 'token')} of --max-new-tokens "

@@ -55,7 +55,10 @@ def main(words: list[str]) -> int:
     if not prediction.fits:
         say(describe_misfit(prediction))
         return DoesNotFitError.exit_code
-    command = f"offload train {f'--gpus {num_ranks} ' if num_ranks > 1 else ''}--config {path}"
+    ranks = ""
+    if num_ranks > 1:
+        ranks = f"--gpus {num_ranks} "
+    command = f"offload train {ranks}--config {path}"
     path.write_text(f"# {_forecast(prediction)}\n# {command}\n\n{config.to_yaml(defaults=False)}", encoding="utf-8")
     print(f"{path}: {_forecast(prediction)}\n{command}")
     return 0
@@ -66,10 +69,12 @@ def _fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> tupl
     from offload.extras.plan.alternatives import place, place_or_fix
 
     rows = config.train.batch_size // forecaster.num_ranks
-    # Equal micro-batches, the largest first.
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
-    tried = [config.with_resolved(train__micro_batch_size=size) for size in sizes]
-    for each in [config] if config.train.micro_batch_size else tried:
+    tried = [config]
+    if not config.train.micro_batch_size:
+        # Equal micro-batches, the largest first: a step computes fastest with few large ones.
+        sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+        tried = [config.with_resolved(train__micro_batch_size=size) for size in sizes]
+    for each in tried:
         prediction = place(forecaster, forecaster.predict(each, hardware))
         if prediction.fits:
             return each, prediction

@@ -26,6 +26,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace module forwards during the context. A replacement is called without the module argument."""
+    # Only forwards of instances are put back: below them, the forward of the class shows again.
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward

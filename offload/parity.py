@@ -10,7 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
-from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.app.config.command_line import (
+    CommandOption,
+    importing,
+    is_on,
+    parse_command,
+    run_command,
+    say,
+    say_nothing,
+    take_gpus,
+)
 from offload.app.launch import end_with_launcher, launch
 from offload.errors import ConfigError, counted, shorten
 
@@ -50,6 +59,7 @@ def main(words: list[str]) -> int:
     num_steps = _steps(own["steps"])
     same_order = is_on(own, "same-order")
     as_json = is_on(own, "json")
+    # Within the compared steps alone: a later restart changes nothing here.
     for key in ("lora.restart_every", "optimizer.reset_every"):
         if 0 < (every := config.get(key)) < num_steps:
             raise ConfigError(
@@ -68,7 +78,9 @@ def main(words: list[str]) -> int:
             import torch.distributed.launcher.api  # noqa: F401
         return launch("offload.parity", words, num_ranks, debug=config.run.debug, say=tell)
     is_first = os.environ.get("RANK", "0") == "0"
-    show_line: ShowLine = tell if is_first else (lambda _text: None)
+    show_line = tell
+    if not is_first:
+        show_line = say_nothing
     if not is_launched:
         show_line(f"offload {__version__}: loading torch and transformers ...")
     # cuBLAS reads this variable at initialization; with this value, results are repeatable.
@@ -96,6 +108,7 @@ def compare(config: Config, num_steps: int, *, same_order: bool, show_line: Show
     check = partial(check_parity, config, num_steps, same_order=same_order, comm=comm, say=show_line)
     try:
         try:
+            # A second try needs all ranks in it, and only this rank may have met the operation.
             with _repeatable(strictly=comm.size == 1):
                 result = check()
         except RuntimeError as error:
@@ -147,7 +160,9 @@ def show(result: ParityResult) -> None:
     for each in result.steps:
         for quantity, offloaded in each.offloaded.items():
             distance = each.distance(quantity)
-            difference = "equal" if not distance else f"apart by {distance:.1e} of it"
+            difference = "equal"
+            if distance:
+                difference = f"apart by {distance:.1e} of it"
             resident = each.resident[quantity]
             print(f"step {each.step}  {quantity}: offloaded {offloaded!r}, resident {resident!r}, {difference}")
     differing = sum(weights.differing.values())
@@ -178,8 +193,11 @@ def show(result: ParityResult) -> None:
         )
     if not result.is_equal and not result.in_same_order:
         print("if a layer uses an input in several places, --same-order sums in the engine's order.")
-    equal = "are equal bit for bit" if result.is_bit_equal else "are equal within the order of sums"
-    verdict = equal if result.is_equal else "differ"
+    verdict = "are equal within the order of sums"
+    if not result.is_equal:
+        verdict = "differ"
+    elif result.is_bit_equal:
+        verdict = "are equal bit for bit"
     print(f"parity: offloaded and resident training {verdict} over {counted(len(result.steps), 'step')}")
 
 

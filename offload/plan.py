@@ -62,13 +62,17 @@ def main(words: list[str]) -> int:
     quiet_transformers()
     hardware = choose_hardware(config, own["hardware"], own["host-memory"])
     connected = _connected(hardware, own["machines"], own["link"])
-    most = MAX_FORECASTS if own["tries"] is None else _whole_number(own["tries"], "--tries", "of forecasts")
+    most = MAX_FORECASTS
+    if own["tries"] is not None:
+        most = _whole_number(own["tries"], "--tries", "of forecasts")
     prediction = forecast(config, connected, num_ranks, say, most)
     if is_on(own, "json"):
         print(json.dumps(prediction.to_dict(), indent=2))
     else:
         _show(prediction)
-    return 0 if prediction.fits else DoesNotFitError.exit_code
+    if prediction.fits:
+        return 0
+    return DoesNotFitError.exit_code
 
 
 def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Hardware:
@@ -80,7 +84,7 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
     if link is not None:
         try:
             rate = parse_link(link)
-        except ConfigError:
+        except ConfigError:  # one message for no rate, and for a rate of 0
             rate = 0.0
         if not rate:
             raise ConfigError(f'--link is {link!r}; it should be a rate such as "25Gbit" or "3GB", more than 0.')
@@ -152,7 +156,9 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     rows = f"{counted(prediction.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
     precision = prediction.config.train.precision
     trained = sum(info.numel for info in prediction.prepared.structure.infos if info.trainable)
-    of = f", {trained:,} of them trained" if prediction.config.lora.adapts else ""
+    of = ""
+    if prediction.config.lora.adapts:
+        of = f", {trained:,} of them trained"
     parameters = f"{prediction.num_parameters:,} parameters{of}"
     yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {prediction.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in prediction.notes)
@@ -188,11 +194,16 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
         document = prediction.to_dict()
         day = document["nvme_written_bytes_per_day"]
         days = document["nvme_endurance_days"]
-        lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
+        lasts = ""
+        if days:
+            lasts = f"; its rated endurance is used up in {days:,.0f} days"
         yield f"disk: {format_bytes(prediction.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
     for other in prediction.alternatives:
-        effect = "fits" if other.fits else "does not fit"
-        if other.fits and prediction.fits and timing is not None and other.tokens_per_second is not None:
+        effect = "fits"
+        if not other.fits:
+            effect = "does not fit"
+        # A speed-up is over this plan, so both must be able to run.
+        elif prediction.fits and timing is not None and other.tokens_per_second is not None:
             effect = f"{other.tokens_per_second / timing.tokens_per_second:.3g}x"
         yield f"instead: {other.change}: {effect}"
 

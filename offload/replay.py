@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from offload.app.config.command_line import parse_options, run_command, say
-from offload.errors import ConfigError, counted
+from offload.errors import ConfigError, counted, unless_no_folder
 
 DESCRIPTION = (
     "Make the steps of a run with --optimizer.name mezo again, bit for bit, without its data and without a pass: from "
@@ -36,11 +36,13 @@ def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.replay", description=DESCRIPTION)
     base = Path(options.base).expanduser()
     run = Path(options.run).expanduser()
-    out = Path(options.out).expanduser() if options.out else run / "replayed"
+    out = run / "replayed"
+    if options.out:
+        out = Path(options.out).expanduser()
     for folder, needs in ((base, ()), (run, ("config.yaml", "metrics.jsonl"))):
         missing = next((name for name in needs if not (folder / name).is_file()), "")
         if missing or not folder.is_dir():
-            wrong = f"lacks {missing}" if folder.is_dir() else "is no folder"
+            wrong = unless_no_folder(folder, f"lacks {missing}")
             raise ConfigError(f"{folder} {wrong}; give the folder that a run began with, and that of the run.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; set --out to a new or empty folder.")

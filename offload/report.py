@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from offload.app.config.command_line import parse_options, run_command
+from offload.app.config.command_line import as_path, parse_options, run_command
 from offload.errors import ConfigError
 
 DESCRIPTION = (
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     if options.json:
         print(json.dumps(as_json(views), indent=2))
     else:
-        print(write_page(views, None if options.out is None else Path(options.out).expanduser()))
+        print(write_page(views, as_path(options.out)))
     return 0
 
 

@@ -55,6 +55,7 @@ def without_retired(settings: Mapping[str, Any], *, resumes: bool = False) -> di
     for key, retirement in RETIRED.items():
         for name in kept.keys() & {key, key.partition(".")[2]}:
             value = kept.pop(name)
+            # As text: the command line has not parsed a setting that is unknown by now.
             if str(value).lower() != str(retirement.default).lower() and not (resumes and retirement.resumes):
                 raise ConfigError(refusal(key))
     return kept

@@ -32,7 +32,9 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
         if not 0 <= num_bytes < 2**63:
             raise ValueError
     except (ValueError, KeyError):
-        prefix = f"{key} is {shorten(repr(value))}; " if key else ""
+        prefix = ""
+        if key:
+            prefix = f"{key} is {shorten(repr(value))}; "
         raise ConfigError(
             f'{prefix}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
         ) from None

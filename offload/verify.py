@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from offload.app.config.command_line import parse_options, run_command
-from offload.errors import ConfigError, OffloadError
+from offload.app.config.command_line import parse_options, run_command, say_nothing
+from offload.errors import ConfigError, OffloadError, unless_absent
 
 DESCRIPTION = (
     "Check a checkpoint, all of a run's checkpoints, or a Hugging Face folder. Of a checkpoint every byte is compared "
@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.verify", description=DESCRIPTION)
     path = Path(options.path).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
+        raise ConfigError(f"{path} {unless_absent(path, 'is no folder')}; give a folder to verify.")
     from offload.app.checkpoint_folder import (  # imports torch
         checkpoints_of,
         hint_of_model,
@@ -46,14 +46,21 @@ def main(words: list[str]) -> int:
 
     quiet_transformers()
     report: dict[str, Any] = {}
-    show: Callable[[str], object] = (lambda _text: None) if options.json else print
+    show: Callable[[str], object] = print
+    if options.json:  # standard output has the object alone
+        show = say_nothing
     if is_checkpoint(path):
         report["checked"] = [_check(path, verify_with_progress, show)]
     elif (checkpoints := checkpoints_of(path)) is not None:
+        # The oldest first, so the last undamaged one is the newest.
         report["checked"] = [_check(each, verify_with_progress, show) for each in reversed(checkpoints.folders())]
         undamaged = [each["path"] for each in report["checked"] if each["whole"]]
-        report["newest_whole"] = undamaged[-1] if undamaged else None  # the run would resume from here
-        show(f"the newest undamaged one: {undamaged[-1]}" if undamaged else "all are damaged")
+        report["newest_whole"] = None
+        summary = "all are damaged"
+        if undamaged:  # the run would resume from here
+            report["newest_whole"] = undamaged[-1]
+            summary = f"the newest undamaged one: {undamaged[-1]}"
+        show(summary)
     elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
         report["checked"] = [_check(path, verify_folder, show)]
     else:

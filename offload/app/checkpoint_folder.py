@@ -18,7 +18,7 @@ from offload.app.telemetry.progress import work_progress
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.writer import foreign_names
-from offload.errors import CheckpointError, ConfigError, DiskError, format_bytes
+from offload.errors import CheckpointError, ConfigError, DiskError, format_bytes, unless_absent
 from offload.files.atomic_folder import as_disk_errors, clear, remove
 from offload.native.io import sync_path
 
@@ -125,7 +125,9 @@ def error_with_alternative(folder: Path, reason: str, path: Path | None = None) 
     path: file at fault, if known. Reads the other checkpoints to verify them.
     """
     good, _ = Checkpoints(folder.parent).newest_intact(but=folder.name)
-    alternative = f"The last good one is {good}." if good else "There is no other good one beside it."
+    alternative = "There is no other good one beside it."
+    if good:
+        alternative = f"The last good one is {good}."
     return CheckpointError(f"{reason} {alternative}", path or folder)
 
 
@@ -173,11 +175,12 @@ def choose_checkpoint(path: Path, say: Callable[[str], None], others: str = "") 
         return path
     checkpoints = checkpoints_of(path)
     if checkpoints is None:
-        problem = "holds no checkpoint" if path.exists() else "does not exist"
+        problem = unless_absent(path, "holds no checkpoint")
         raise ConfigError(
             f"{path} {problem}; give {others}RUN/checkpoints/step-N, or RUN for its newest undamaged one."
             f"{hint_of_model(path)}"
         )
+    # All bytes are read: a choice by name could give a damaged one.
     good, damaged = checkpoints.newest_intact(verify_with_progress)
     for folder, reason in damaged:
         say(f"{folder.name} is skipped: {reason}")
@@ -200,6 +203,6 @@ def write_small(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.new")
     with as_disk_errors("the write", path):
         fresh.write_text(text, encoding="utf-8")
-        sync_path(fresh)
+        sync_path(fresh)  # before the rename: a power failure must not leave an empty file under the name
         fresh.rename(path)
         sync_path(path.parent)

@@ -66,7 +66,7 @@ def _cpu() -> dict[str, Any]:
     import torch
 
     properties: dict[str, Any] = {
-        "num_cores": os.cpu_count(),
+        "num_cores": os.cpu_count(),  # of the machine; this process may be bound to fewer
         "num_threads": torch.get_num_threads(),
         "machine": platform.machine(),
     }
@@ -87,7 +87,7 @@ def _processor() -> dict[str, Any]:
     if "model name" not in fields or "flags" not in fields:
         try:
             import cpuinfo
-        except ImportError:
+        except ImportError:  # a name is no reason to require a library
             return _caches()
         info = cpuinfo.get_cpu_info()
         name, flags = info.get("brand_raw"), info.get("flags", ())

@@ -104,7 +104,9 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
         rank = min(codes)
         names = ", ".join(f"rank {rank} by {signal.Signals(-code).name}" for rank, code in sorted(codes.items()))
         raise RankLostError(f"All ranks were killed from outside: {names}; the machine may be out of memory.", rank)
-    return OffloadError.exit_code if exit_codes else 0
+    if exit_codes:
+        return OffloadError.exit_code
+    return 0
 
 
 class _Agent:
@@ -152,7 +154,10 @@ class _Agent:
             if sent < len(self.received):
                 self._num_sent[rank.pid] += 1
                 with suppress(psutil.NoSuchProcess):
-                    rank.send_signal(self.received[sent] if sent < 2 else signal.SIGKILL)
+                    signal_number = self.received[sent]
+                    if sent >= 2:  # asked twice already
+                        signal_number = signal.SIGKILL
+                    rank.send_signal(signal_number)
 
     def _run(self) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

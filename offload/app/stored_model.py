@@ -25,7 +25,7 @@ from offload.app.hf.write import ExportResult, write_model
 from offload.app.telemetry.progress import work_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError
+from offload.errors import ConfigError, and_others
 from offload.files.sources import SHARD_BYTES, ReadValues, ReopenFile
 from offload.native import kernels
 
@@ -58,9 +58,9 @@ class StoredParameter:
         for low in range(begin, end, _BLOCK_NUMEL):
             high = min(low + _BLOCK_NUMEL, end)
             block = self._plane("weights", low, high)
-            values[low - begin : high - begin] = (
-                kernels.join(block, self._plane("low", low, high)) if has_low else block
-            )
+            if has_low:
+                block = kernels.join(block, self._plane("low", low, high))
+            values[low - begin : high - begin] = block
         return values
 
     def reopen_files(self, reopen: ReopenFile) -> StoredParameter:  # noqa: ARG002
@@ -94,7 +94,9 @@ class StoredWeights:
         for name, value in state.items():
             entry = reader.contents[first[id(value)]]
             if isinstance(value, nn.Parameter):
-                target = torch.float32 if is_kept(name) else dtype or entry.planes["weights"]
+                target = dtype or entry.planes["weights"]
+                if is_kept(name):
+                    target = torch.float32
                 self._sources[name] = StoredParameter(reader, first[id(value)], entry.shape, target)
                 if value.dtype != target:
                     value.data = torch.empty(entry.shape, dtype=target)
@@ -229,7 +231,7 @@ def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
         elif tuple(state[name].shape) != entry.shape:
             wrong.append(f"{name} is {list(entry.shape)} in the checkpoint and {list(state[name].shape)} in the model")
     if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        more = and_others(len(wrong) - 3)
         raise ConfigError(
             f"{reader.path} does not fit the model that transformers {transformers.__version__} builds from its "
             f"config.json: {'; '.join(wrong[:3])}{more}. Use the version of transformers with which it was trained."

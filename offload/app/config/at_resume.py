@@ -60,7 +60,7 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
     refused: list[str] = []
     for key, own in given.items():
         value = earlier.get(key)
-        origin = saved[key][1] if key in saved else "default"
+        _, origin = saved.get(key, (None, "default"))
         rule = _rule(key, given, earlier, was_decided=origin == "resolved")
         is_set, is_fixed = given.origin(key) != "default", rule is AtResume.FIXED
         # With auto the user leaves the decision to the program, and a fixed setting is decided already.
@@ -70,14 +70,17 @@ def resumed(given: Config, saved: Mapping[str, tuple[Any, str]], where: str) -> 
                 taken[key] = value, origin
         elif own != value and not is_open and rule is not AtResume.OWN:
             # Names of files may differ and mean the same: later checks compare contents.
-            is_refused = is_fixed and not _may_be_the_same(key, own, value)
-            differences = refused if is_refused else changes
+            differences = changes
+            if is_fixed and not _may_be_the_same(key, own, value):
+                differences = refused
             differences.append(f"{key} is {show_value(own)} and was {show_value(value)}")
     if refused:
-        is_state = any(at_resume(each.partition(" ")[0]) is AtResume.STATE for each in refused)
-        how = " Another update rule or state format starts from the weights with --optimizer.reset."
-        hint = how if is_state else ""
-        these, them = ("this", "it") if len(refused) == 1 else ("these", "them")
+        hint = ""
+        if any(at_resume(each.partition(" ")[0]) is AtResume.STATE for each in refused):
+            hint = " Another update rule or state format starts from the weights with --optimizer.reset."
+        these, them = "these", "them"
+        if len(refused) == 1:
+            these, them = "this", "it"
         raise ConfigError(
             f"{'; '.join(refused)} in the run of {where}: a resumed run cannot change {these}. Leave {them} out to "
             f"resume that run, or set --run.dir to a new folder to begin another one.{hint}"
@@ -100,7 +103,9 @@ def _rule(key: str, given: Config, earlier: Config, *, was_decided: bool) -> AtR
             return AtResume.OWN
         return AtResume.KEPT
     if rule is AtResume.STATE:
-        rule = AtResume.OF_RULE if optimizer.reset else AtResume.FIXED
+        rule = AtResume.FIXED
+        if optimizer.reset:
+            rule = AtResume.OF_RULE
     if was_decided and key in RULE_SETTINGS[was].defaults:  # a default of the rule, also in other sections
         rule = AtResume.OF_RULE
     if rule is AtResume.OF_RULE:
@@ -132,5 +137,8 @@ def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
 def _spelled_out(value: Any) -> list[Any]:
     """Return sources with absolute paths, without links."""
     names = [str(Path(name).expanduser().resolve()) for name in names_in(value)]
-    sources = [{} if isinstance(each, str) else each for each in ([value] if isinstance(value, str) else value)]
+    if isinstance(value, str):
+        value = [value]
+    # A text is a path without further keys.
+    sources = [{} if isinstance(each, str) else each for each in value]
     return [{**source, "path": name} for source, name in zip(sources, names, strict=True)]

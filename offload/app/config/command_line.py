@@ -17,6 +17,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
@@ -74,7 +75,9 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         if isinstance(error, FileNotFoundError) and not _has_working_directory():
             _complain(error, "the working directory is gone: change to a folder that exists.", debug)
             sys.exit(ConfigError.exit_code)
-        hint = "" if debug else "; run with --debug for the traceback"
+        hint = ""
+        if not debug:
+            hint = "; run with --debug for the traceback"
         _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
         sys.exit(1)
 
@@ -145,7 +148,10 @@ def _complain(error: BaseException, message: str, debug: bool) -> None:
         traceback.print_exception(error)
     if not is_left_to_another_rank(error):
         rank = os.environ.get("RANK", "0")
-        who = f"[rank {rank}] " if rank != "0" else ""
+        who = ""
+        if rank != "0":
+            who = f"[rank {rank}] "
+        # One paragraph. A word may be a file's whole content, given in place of a name.
         text = " ".join(word if len(word) <= _MAX_WORD else shorten(word) for word in message.split())
         print(f"offload: {who}{text}", file=sys.stderr)
 
@@ -155,13 +161,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def say_nothing(text: str) -> None:
+    """Drop a message: another rank prints it, or the command was asked for its result alone."""
+
+
 def wants_debug(words: Sequence[str]) -> bool:
     """Tell whether the command line asks for tracebacks, even if the remaining words are invalid."""
     # By hand: the words may be the fault.
-    for index, word in enumerate(words):
+    for word, follows in itertools.pairwise([*words, "true"]):
         name, _, value = word.partition("=")
         if name == "--debug" or name == "--run.debug":
-            value = value or (words[index + 1] if index + 1 < len(words) else "true")
+            value = value or follows
             return value.lower() not in ("false", "no", "0")
     return False
 
@@ -203,7 +213,7 @@ def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: 
 def _check_values(options_class: type[Any], words: Sequence[str]) -> None:
     """Raise ConfigError for an option without a value, or with a value that is no number or no choice."""
     hints = typing.get_type_hints(options_class)
-    for index, word in enumerate(words):
+    for word, follows in itertools.pairwise([*words, "--"]):
         name, equals, value = word.partition("=")
         hint = hints.get(name.removeprefix("--").replace("-", "_"))
         types = {hint, *typing.get_args(hint)}
@@ -211,7 +221,7 @@ def _check_values(options_class: type[Any], words: Sequence[str]) -> None:
         if not name.startswith("--") or hint in (None, bool):
             continue
         if not equals:
-            value = words[index + 1] if index + 1 < len(words) else "--"
+            value = follows
             if value.startswith("--") and " " not in value:
                 raise ConfigError(f"{name} is given without a value; write {name} VALUE.")
         if typing.get_origin(hint) is typing.Literal and value not in types:
@@ -227,6 +237,13 @@ def _is_a(kind: type[int] | type[float], value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def as_path(word: str | None) -> Path | None:
+    """Return a path given by the user, with ~ as the home folder. None: not given."""
+    if word is None:
+        return None
+    return Path(word).expanduser()
 
 
 def as_utf8(word: str, option: str) -> str:
@@ -264,7 +281,7 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
             values.append(value if equals else next(remaining, ""))
         else:
             rest.append(word)
-    if not values or {"--help", "-h"} & set(words):
+    if not values or {"--help", "-h"} & set(words):  # help comes even beside a wrong value
         return 1, rest
     if not values[-1].isdecimal() or int(values[-1]) < 1:
         raise ConfigError(f"--gpus is {values[-1]!r}; it should be a whole number of ranks, at least 1.")

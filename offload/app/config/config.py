@@ -97,7 +97,9 @@ class Config(BaseModel):
         `origin` is the source recorded for the overrides in the written configuration. `may_go_on`: see `check`. Raises
         ConfigError.
         """
-        values = _with_current_names(_flatten(_read_yaml(Path(path)))) if path is not None else {}
+        values = {}
+        if path is not None:
+            values = _with_current_names(_flatten(_read_yaml(Path(path))))
         origins = dict.fromkeys(values, "file")  # the overrides come later, and win
         override_values = _with_current_names(_flatten(overrides or {}))
         values.update(override_values)
@@ -276,8 +278,10 @@ def _can_be_a_file(name: str) -> bool:
 
 def names_in(value: Any) -> list[str]:
     """Return the file names in a setting: a single name, several names, or data sources."""
-    if value is None or isinstance(value, str):
-        return [value] if value else []
+    if not value:
+        return []
+    if isinstance(value, str):
+        return [value]
     return [each if isinstance(each, str) else each["path"] for each in value]
 
 
@@ -315,10 +319,9 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         if content is None and section in Config.SECTIONS:
             continue  # an empty section
         # A mapping under a full name is the value of a setting, for example offload.throttle.
-        is_section = isinstance(content, Mapping) and content and "." not in str(section)
-        own = (
-            {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
-        )
+        own = {str(section): content}
+        if isinstance(content, Mapping) and content and "." not in str(section):
+            own = {f"{section}.{field}": value for field, value in content.items()}
         if twice := flat.keys() & own.keys():
             raise ConfigError(
                 f"{twice.pop()} is set twice, within its section and by its full name; leave one of them out."
@@ -358,7 +361,9 @@ def _explain(error: ValidationError) -> str:
     problems = error.errors()
     unknown = [".".join(map(str, item["loc"][:2])) for item in problems if item["type"] == "extra_forbidden"]
     wrong = [item for item in problems if item["type"] != "extra_forbidden"]
-    sentences = [unknown_keys(unknown)] if unknown else []
+    sentences = []
+    if unknown:
+        sentences.append(unknown_keys(unknown))
     groups = _by_setting(wrong)
     for items in groups[:3]:  # one paragraph on a screen
         item, place = items[0], [str(part) for part in items[0]["loc"]]
@@ -371,7 +376,9 @@ def _explain(error: ValidationError) -> str:
             continue
         first, *others = dict.fromkeys(map(_reason, items))  # each reason once, in order
         reason = ", or ".join([first, *(each.removeprefix("it should be ") for each in others)])
-        inner = f" ({'.'.join(place[2:])})" if len(place) > 2 and len(items) == 1 and item["type"] != "missing" else ""
+        inner = ""
+        if len(place) > 2 and len(items) == 1 and item["type"] != "missing":
+            inner = f" ({'.'.join(place[2:])})"
         sentences.append(f"{key}{inner} is {show_value(item['input'])}{_meant_value(key, item)}; {reason}.")
     if len(groups) > 3:
         sentences.append(f"{len(groups) - 3} more like these.")
@@ -417,7 +424,7 @@ def unknown_keys(unknown: Iterable[str]) -> str:
             allowed = f"{section} has {', '.join(Config.SECTIONS[section].model_fields)}"
         else:
             allowed = f"the sections are {', '.join(Config.SECTIONS)}"
-        sentences.append(f"unknown key{'s' if len(others) > 1 else ''} {named}; {allowed}.")
+        sentences.append(f"unknown key{'s' * (len(others) > 1)} {named}; {allowed}.")
     return " ".join(sentences)
 
 
@@ -428,11 +435,12 @@ def _meant_key(key: str) -> str:
     section, _, field = key.partition(".")
     keys = all_keys()
     name = field or section
-    owners = [other for other in keys if other.split(".")[1] == name]
-    meant = owners[0] if owners else equivalent_setting(name)
-    if meant:
+    owners = (other for other in keys if other.split(".")[1] == name)
+    if meant := next(owners, None) or equivalent_setting(name):
         return f" (did you mean {meant}?)"
     if section in Config.SECTIONS:
         near = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")
         return near or nearest(key, keys)
-    return nearest(key, keys if field else Config.SECTIONS)
+    if field:
+        return nearest(key, keys)
+    return nearest(key, Config.SECTIONS)

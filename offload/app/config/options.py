@@ -11,6 +11,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,9 @@ def read_command(
     if words == ["--help"]:
         print(first_help(prog, description, own))
         raise SystemExit(0)
-    arguments = ["--help"] if words == ["--help-extra"] else words  # tyro's own help has all settings
+    arguments = words
+    if words == ["--help-extra"]:  # tyro's own help has all settings
+        arguments = ["--help"]
     parsed: Any
     parsed, unknown = tyro.cli(
         _command_line(own),
@@ -90,7 +93,9 @@ def first_help(prog: str, description: str, own: _Own) -> str:
     # Options of this command first: its user looks for them.
     for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
         word, text = f"  --{name} {metavar.removeprefix('{true,false}')}", f"{about} {default}"
-        texts = [fit(text)] if name in _COMMON_OPTIONS else textwrap.wrap(text, width - _INDENT)
+        texts = [fit(text)]
+        if name not in _COMMON_OPTIONS:
+            texts = textwrap.wrap(text, width - _INDENT)
         lines.append(f"{word:<{_INDENT - 1}} {texts[0]}")
         lines.extend(" " * _INDENT + text for text in texts[1:])
     for name, section in Config.SECTIONS.items():
@@ -100,12 +105,13 @@ def first_help(prog: str, description: str, own: _Own) -> str:
             field = section.model_fields[key]
             hint = value_hint(key, field)
             is_short = 3 * len(hint) < 2 * (width - _INDENT)  # longer choices leave no room for the meaning
-            choices = f"{hint} " if hint.startswith("{") and is_short and "true" not in hint else ""
             word = f"  --{name}.{key} {show(field.get_default())}"
             sentence = f"{str(field.description).partition('. ')[0].rstrip('.')}."
-            has_room = len(choices) + len(sentence) <= width - _INDENT
-            about = fit(f"{choices if has_room else ''}{sentence}")
-            lines.append(f"{word:<{_INDENT - 1}} {about}")
+            about = f"{hint} {sentence}"
+            has_choices = hint.startswith("{") and is_short and "true" not in hint
+            if not has_choices or len(about) > width - _INDENT:
+                about = sentence
+            lines.append(f"{word:<{_INDENT - 1}} {fit(about)}")
     return "\n".join(lines)
 
 
@@ -114,8 +120,9 @@ def _whole_clauses(text: str, width: int) -> str:
 
     Several commas make a list, and a part of a list would look complete.
     """
-    # One comma separates clauses.
-    ends = r"[,:;] | \(" if text.count(", ") == 1 else r"[:;] | \("
+    ends = r"[:;] | \("
+    if text.count(", ") == 1:  # one comma separates clauses
+        ends = r"[,:;] | \("
     places = [match.start() for match in re.finditer(ends, text) if _LEAST_CLAUSE <= match.start() < width]
     if places:
         return f"{text[: places[-1]]}."
@@ -128,9 +135,11 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
     flags = {"debug"} | own_flags | {key for key in all_keys() if _field(key).annotation is bool}
     values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
     result: list[str] = []
-    for index, word in enumerate(words):
-        if word in ("--help", "-h", "--help-extra"):
-            return ["--help" if word == "-h" else word]
+    for word, follows in pairwise([*words, "--"]):
+        if word in ("--help", "-h"):
+            return ["--help"]
+        if word == "--help-extra":
+            return [word]
         if word.startswith("--"):
             key, *value = word.removeprefix("--").split("=", 1)
             # Names of earlier versions go on to work.
@@ -140,7 +149,6 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or "=" in word:
             continue
-        follows = words[index + 1] if index + 1 < len(words) else "--"
         if follows.startswith("--"):  # no value begins so
             if name in flags:
                 result.append("true")
@@ -185,7 +193,9 @@ def value_hint(name: str, field: FieldInfo) -> str:
     ]
     types = {typing.get_origin(part) or part for part in nested_types(field.annotation)}
     if choices:
-        return "{" + ",".join([*choices, "N"] if int in types else choices) + "}"
+        if int in types:
+            choices.append("N")
+        return "{" + ",".join(choices) + "}"
     for value_type, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
         if value_type in types:
             if types >= {int, str}:
@@ -208,9 +218,12 @@ def _command_line(own: _Own) -> type:
             many = metavar != "YAML" and any(
                 typing.get_origin(each) is tuple for each in nested_types(field.annotation)
             )
-            value_type: Any = tuple[str, ...] if many else str
+            value_type: Any = str
+            unset: Any = _UNSET
+            if many:
+                value_type = tuple[str, ...]
+                unset = (_UNSET,)
             argument = tyro.conf.arg(metavar=metavar, help=field.description, help_behavior_hint=hint)
-            unset: Any = (_UNSET,) if many else _UNSET
             settings.append((key, Annotated[value_type, argument], dataclasses.field(default=unset)))
         # A mirror with texts alone: pydantic checks the values, with the same errors as for a file.
         mirror = dataclasses.make_dataclass(name, settings)

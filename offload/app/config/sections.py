@@ -33,9 +33,13 @@ def _as_budget(value: Any) -> int | None:
     """Parse a size like `parse_size`, and reject a number with a forgotten unit."""
     num_bytes = parse_size(value)
     # A run writes bare numbers, and may have decided on a small one; a user types few without a unit.
-    least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
+    least = _LEAST_BARE
+    if isinstance(value, str):
+        least = _LEAST_TYPED
     if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
-        unit = "GiB" if num_bytes < 2**10 else "MiB"
+        unit = "MiB"
+        if num_bytes < 2**10:
+            unit = "GiB"
         raise ValueError(
             f"without a unit it is a number of bytes: did you mean {value}{unit}? Write {num_bytes}B where bytes are "
             "meant"
@@ -54,6 +58,7 @@ def _as_list(value: Any) -> Any:
 def _as_words(value: Any) -> Any:
     """Accept several words as a list, as several arguments, or as one text with spaces."""
     words = _as_list(value)
+    # As for numbers: another type is for the field to reject.
     if isinstance(words, tuple) and all(isinstance(word, str) for word in words):
         return tuple(part for word in words for part in word.split())
     return words
@@ -75,7 +80,7 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
+            if name in lines:  # the user cannot see which of both counts
                 raise ValueError(
                     f"{name} is set twice, in line {lines[name]} and in line {line}; leave one of them out"
                 )
@@ -86,7 +91,7 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(text: str) -> Any:
     """Parse a YAML text. Raises ValueError."""
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # a SafeLoader: a file runs no code
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
     except RecursionError:
@@ -124,7 +129,7 @@ def _as_group_value(value: Any) -> float | str:
     if isinstance(value, str) and value in RULE_SETTINGS:
         return value
     with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):  # True would be 1.0
             return number
     raise ValueError(f"it should be a finite number, or for rule one of {', '.join(RULE_SETTINGS)}")
 
@@ -152,6 +157,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _as_flag(value: Any) -> Any:
+    # A Literal takes no text for a bool, and the command line has texts alone.
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value
@@ -615,10 +621,11 @@ class OptimizerSection(Section):
     @property
     def uncorrectable(self) -> str:
         """Title of a rule without corrections for speculative clipping; empty if updates can be corrected."""
-        label = self.name if self.states == "fp32" else f"{self.name} with states in {self.states}"
-        if label == "adamw":
+        if self.states != "fp32":
+            return f"{self.name} with states in {self.states}"
+        if self.name == "adamw":
             return ""
-        return label
+        return self.name
 
 
 def _as_init(value: Any) -> Any:

@@ -32,7 +32,7 @@ from offload.app.hf.names import CannotStream, Shape
 from offload.app.hf.quantized import quantization_settings, remove_quantization
 from offload.app.hf.read import LoadReport, build_empty, conversion_advice, read_model, replace_parameters, weight_files
 from offload.app.hf.sources import RemovedProduct
-from offload.errors import ConfigError, OffloadError, counted, format_bytes, warn
+from offload.errors import ConfigError, OffloadError, counted, first_names, format_bytes, warn
 from offload.files.sources import Fill, Source
 from offload.layout.codecs import Codec
 
@@ -109,10 +109,14 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
     find_model(str(path))
-    file = path / "config.json" if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
     config = _read_configuration(file, f"model.path is {section.path}, whose configuration")
     # An adapter names its base by this. No name leads to random weights.
-    config.name_or_path = absolute_name(str(section.path)) if is_pretrained(section, path) else ""
+    config.name_or_path = ""
+    if is_pretrained(section, path):
+        config.name_or_path = absolute_name(str(section.path))
     return config
 
 
@@ -135,12 +139,16 @@ def locate(section: ModelSection) -> Path | None:
     if path.exists():  # a folder here comes before a model of this name on the hub
         return path
     # No pickled weights: folders often have them beside the safetensors, half of the download.
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
+    if section.init != "random":
+        patterns.append("*.safetensors")
     is_online = _is_hub_reachable()
     try:
         return Path(snapshot_download(section.path, allow_patterns=patterns, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
-        reason = _shorten_error(error) if is_online else "there is no earlier download, and the hub cannot be reached"
+        reason = "there is no earlier download, and the hub cannot be reached"
+        if is_online:
+            reason = _shorten_error(error)
         raise ConfigError(f"{missing_message(section.path)} As the name of a hub model: {reason}.") from error
 
 
@@ -160,7 +168,7 @@ def _is_hub_reachable() -> bool:
 
 def _shorten_error(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]}{'...' if len(text) > 400 else ''}"
+    return f"{type(error).__name__}: {text[:400]}{'...' * (len(text) > 400)}"
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -234,7 +242,9 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
     possible = []
     for candidate, mapping in mappings.items():
         model_class = mapping.get(type(config), None)
-        classes = model_class if isinstance(model_class, tuple) else (model_class,)
+        classes = model_class
+        if not isinstance(classes, tuple):
+            classes = (classes,)
         if any(each is not None and each.__name__ == architecture for each in classes):
             return candidate
         if model_class is not None:
@@ -328,7 +338,9 @@ def build_model(
     except OffloadError:
         raise
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        attention = "" if section.attention == "auto" else f" with --model.attention {section.attention}"
+        attention = ""
+        if section.attention != "auto":
+            attention = f" with --model.attention {section.attention}"
         raise ConfigError(f"the model {section.label}{attention} cannot be built: {_shorten_error(error)}") from error
     # Again, now with the modules: in some families a row may use fewer positions than `max_position_embeddings`.
     for name, module in built.model.named_modules():
@@ -461,8 +473,7 @@ def _notes(report: LoadReport) -> Iterator[str]:
         (report.unexpected, "not read: the model has no place for them"),
     ):
         if names:
-            examples = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
-            yield f"{len(names)} of the weights are {description} ({examples})."
+            yield f"{len(names)} of the weights are {description} ({first_names(names, _NUM_NAMES)})."
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -65,20 +65,26 @@ class Conversion:
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
         except Exception as error:  # an operation rejects misfit tensors
-            more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+            more = ""
+            if len(members) > 1:
+                more = f" and {len(members) - 1} more"
             raise ValueError(
                 f"{self.sources[0]}{more} cannot become {first}: {type(error).__name__}: {error}"
             ) from error
         self._names = {key: rename(key) for key in whole}
         self.outputs: dict[str, Shape] = {self._names[key]: tuple(value.shape) for key, value in whole.items()}
-        self._row_members = () if rule is None else _find_row_members(rule, members)
+        self._row_members: Sequence[tuple[int, ...]] = ()
+        if rule is not None:
+            self._row_members = _find_row_members(rule, members)
         self.is_stacked = False
         if self._row_members and len(self.outputs) == 1:
             (shape,) = self.outputs.values()
             # One row alone must have the shape of a row of the stack.
             (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
             self.is_stacked = (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
-        self.rows = len(self._row_members) if self.is_stacked else 0
+        self.rows = 0
+        if self.is_stacked:
+            self.rows = len(self._row_members)
         self.is_cut = False
         if rule is not None and len(members) == 1 and _is_row_split(rule):
             rows = len(tensors[self.sources[0]])

@@ -43,7 +43,9 @@ class HubUpload:
 
     def push(self, folder: Path) -> str:
         """Upload a folder, and return the address. Raises OffloadError; the folder stays."""
-        left_out = [_CARD] if self._has_local_base(folder) else None  # the hub refuses a card with a local base
+        left_out = None
+        if self._has_local_base(folder):  # the hub refuses a card with a local base
+            left_out = [_CARD]
         try:
             self._api.upload_folder(
                 repo_id=self._name, folder_path=folder, commit_message="Upload an export", ignore_patterns=left_out
@@ -59,15 +61,18 @@ class HubUpload:
 
     def _fail(self, what: str, error: Exception, kind: type[OffloadError]) -> NoReturn:
         # A user can do something about an answer, and only wait without one.
-        refused = isinstance(error, HfHubHTTPError) and error.response is not None
-        place = "the answer of the hub" if refused else f"no answer from {self._api.endpoint}"
+        place = f"no answer from {self._api.endpoint}"
+        if isinstance(error, HfHubHTTPError) and error.response is not None:
+            place = "the answer of the hub"
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
         raise kind(f"{what} ({place}): {reason}") from error
 
     def _has_local_base(self, folder: Path) -> bool:
         """Return whether the folder has an adapter over a folder of this machine. Warns then."""
         path = folder / ADAPTER_CONFIG_NAME
-        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") if path.is_file() else None
+        if not path.is_file():  # a whole model
+            return False
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base or not Path(base).exists():
             return False
         warn(

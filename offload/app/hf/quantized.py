@@ -183,11 +183,9 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
         dtype = file.entries[name].dtype
         # An fp8 weight alone is codes without their scales.
         if dtype.is_floating_point and dtype not in FLOATS:
-            reason = (
-                "its configuration does not name the format"
-                if quantization is None
-                else "no scales belong to this tensor"
-            )
+            reason = "no scales belong to this tensor"
+            if quantization is None:
+                reason = "its configuration does not name the format"
             raise ConfigError(
                 f"tensor {name} in {file.path} is {str(dtype).removeprefix('torch.')}: the model is quantized, but "
                 f"{reason}. Supported: {known_formats()}. Give the folder of the unquantized model."

@@ -52,7 +52,7 @@ from offload.app.hf.sources import (
     are_equal,
 )
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.errors import ConfigError
+from offload.errors import ConfigError, and_others
 from offload.files.sources import QuantizedSource, Source
 from offload.layout.codecs import Codec
 from offload.tiers.host import trim_heap
@@ -92,7 +92,9 @@ class FolderWeights:
         """
         self._model = model
         self._folder = folder
-        self._files = open_folder(weight_files(folder), folder, None) if files is None else files
+        if files is None:
+            files = open_folder(weight_files(folder), folder, None)
+        self._files = files
         state = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
@@ -208,7 +210,7 @@ class FolderWeights:
             else:
                 mismatches.append(f"{name} is {list(file_shape)} in the files and {list(shape)} in the model")
         if mismatches:
-            more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
+            more = and_others(len(mismatches) - 3)
             raise ConfigError(
                 f"the weights in {self._folder} do not fit its configuration: {'; '.join(mismatches[:3])}{more}. "
                 "Change the sizes in config.json to those in the files, or give a folder whose configuration and files "
@@ -270,7 +272,9 @@ def find_sources(
                 unexpected[name], shapes[name] = name, shape
             elif conversion.is_identity:
                 key = conversion.sources[0]
-                source_class = QuantizedTensorSource if isinstance(files[key], QuantizedTensor) else TensorSource
+                source_class: type[TensorSource] | type[QuantizedTensorSource] = TensorSource
+                if isinstance(files[key], QuantizedTensor):
+                    source_class = QuantizedTensorSource
                 sources[name] = source_class(files[key], key, shape, state[name].dtype)
             elif conversion.is_stacked:
                 stacked = StackedSource(files, conversion, shape, state[name].dtype)
@@ -409,10 +413,11 @@ def weight_files(folder: Path) -> list[Path]:
         )
     if not index.is_file():
         others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
+        if others:
+            others = f", only {others}"
         raise ConfigError(
-            f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
-            + (f", only {others}" if others else "")
-            + ". Give a folder that save_pretrained has written, or set --model.init random."
+            f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json{others}. Give a "
+            "folder that save_pretrained has written, or set --model.init random."
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -89,7 +89,9 @@ class GrownSource:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         known = math.prod(self.stored.shape)
-        parts = [self.stored.read(begin, min(end, known))] if begin < known else []
+        parts = []
+        if begin < known:
+            parts.append(self.stored.read(begin, min(end, known)))
         if end > known:
             if self._mean is None:  # a pass over all stored rows, once
                 rows = self.stored.shape[0]
@@ -127,14 +129,18 @@ class StackedSource:
     def read(self, begin: int, end: int) -> torch.Tensor:
         values = torch.empty(end - begin, dtype=self.dtype)
         width = math.prod(self.shape[1:])
-        for row in range(begin // width, -(-end // width)) if width else ():
+        if not width:  # rows without elements
+            return values
+        for row in range(begin // width, -(-end // width)):
             if (value := self._partial_rows.get(row)) is None:
                 tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
                 value = self.conversion.make_row(row, tensors).reshape(-1)
             low, high = max(begin, row * width), min(end, (row + 1) * width)
             values[low - begin : high - begin] = value[low - row * width : high - row * width]
             # Kept only if a part is left: an expert is large.
-            self._partial_rows = {row: value} if high < (row + 1) * width else {}
+            self._partial_rows = {}
+            if high < (row + 1) * width:
+                self._partial_rows = {row: value}
         return values
 
     def reopen_files(self, reopen: ReopenFile) -> StackedSource:
@@ -174,7 +180,9 @@ class QuantizedStackedSource(StackedSource):
                 records = self.conversion.make_row(row, matrices).reshape(-1)
             low, high = (min(max(each - row * width, 0), width) // self.codec.block for each in (begin, end))
             pieces.append(records[low * self.codec.record_bytes : high * self.codec.record_bytes])
-            self._partial_records = {row: records} if high * self.codec.block < width else {}
+            self._partial_records = {}
+            if high * self.codec.block < width:
+                self._partial_records = {row: records}
         return torch.cat(pieces)
 
 

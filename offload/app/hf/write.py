@@ -96,9 +96,10 @@ def write_model(
             "and then model.merge_and_unload().save_pretrained(folder) write the merged model."
         )
     _check_shard_bytes(shard_bytes)
-    own = ("config.json", "generation_config.json") if isinstance(model, transformers.PreTrainedModel) else ()
-    weights = tuple(name for name in files or () if _WEIGHTS.fullmatch(str(name)))
-    check_extra_files(files, "export", own + weights)
+    own = tuple(name for name in files or () if _WEIGHTS.fullmatch(str(name)))
+    if isinstance(model, transformers.PreTrainedModel):
+        own = ("config.json", "generation_config.json", *own)
+    check_extra_files(files, "export", own)
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
@@ -141,7 +142,9 @@ class _ExportPlan:
             self.values[name] = (first_names.setdefault(id(value), name), value)  # `get` knows first names alone
             target = value.dtype
             if dtype is not None and isinstance(value, nn.Parameter) and target.is_floating_point:
-                target = torch.float32 if is_kept(name) else dtype
+                target = dtype
+                if is_kept(name):
+                    target = torch.float32
             metas[name] = torch.empty(value.shape, dtype=target, device="meta")
         if isinstance(model, transformers.PreTrainedModel):
             metas = drop_tied(model, metas)
@@ -313,7 +316,9 @@ def _verify(written: WrittenFile, tally: Tally) -> None:
     except (SafetensorError, ConfigError) as error:
         raise OffloadError(f"{written.path} cannot be read back after it was written: {error}") from error
     if differing or not same_header:
-        difference = f"tensor {differing[0]} differs" if differing else "its header differs"
+        difference = "its header differs"
+        if differing:
+            difference = f"tensor {differing[0]} differs"
         raise OffloadError(
             f"{written.path} differs from what was written: {difference} when it is read back. The disk or the memory "
             "is faulty; export to another disk."

@@ -63,7 +63,9 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
 
     `width`: maximum length, by dropping parts; None: no limit.
     """
-    total = "" if num_steps is None else f"/{num_steps}"
+    total = ""
+    if num_steps is not None:
+        total = f"/{num_steps}"
     parts = {
         "step": f"step {fields['step']}{total}",
         "loss": f"loss {fields['loss']:.4f}",
@@ -138,7 +140,7 @@ class PlainProgress(Progress):
             work.next_line_s = now + LINE_S
             self._last_line_s = now
             amount = work.describe(now)
-            self.say(f"{work.text} ... {amount}{' ' if amount else ''}(after {clock(now - self._began_s)})")
+            self.say(f"{work.text} ... {amount}{' ' * bool(amount)}(after {clock(now - self._began_s)})")
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         is_first = not self._has_steps
@@ -185,7 +187,9 @@ class LiveProgress(Progress):
 
     def begin_step(self, number: int, measure: Measure) -> None:
         now = time.monotonic()
-        shown_s = now if self._step_line is None else now + FIRST_LINE_S
+        shown_s = now
+        if self._step_line is not None:
+            shown_s += FIRST_LINE_S
         self._show(_WorkLine(_Work(f"step {number}", measure, now, shown_s), self._step_line))
 
     def _show(self, line: Any) -> None:

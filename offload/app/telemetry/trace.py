@@ -107,7 +107,9 @@ class Trace:
         """Return all spans, disjoint within each track."""
         tracks: dict[str, list[Span]] = {}
         for span in _close_gaps([*self._first, *self._slowest, *self._last]):
-            track = "compute" if self._is_serial and span.lane != _STEPS else span.lane
+            track = span.lane
+            if self._is_serial and track != _STEPS:  # one thread did all
+                track = "compute"
             tracks.setdefault(track, []).append(span)
         return [span for track in tracks.values() for span in _make_disjoint(track)]
 
@@ -120,7 +122,9 @@ def _close_gaps(steps: Sequence[_Step]) -> list[Span]:
         if after.number > before.number + 1:
             begin, end = before.marks[-1].end, after.marks[0].begin
             first, last = before.number + 1, after.number - 1
-            omitted = f"step {first}" if first == last else f"steps {first} to {last}"
+            omitted = f"steps {first} to {last}"
+            if first == last:
+                omitted = f"step {first}"
             room = min(span.begin for span in after.all) - max(span.end for span in before.all)
             gap = max(0.0, room - _GAP * after.seconds)
             name = f"{omitted} left out ({end - begin:.3f} s)"
@@ -164,5 +168,8 @@ def _metadata_event(event_name: str, track: int, **values: Any) -> dict[str, Any
 def _span_event(span: Span, track: int, origin: float) -> dict[str, Any]:
     # Round both ends to nanoseconds and derive the duration, so that rounding causes no overlap.
     begin, end = (round((time - origin) * 1e9) for time in (span.begin, span.end))
-    names = {"name": span.name or span.lane, "cat": "step" if span.lane == _STEPS else "lane"}
+    category = "lane"
+    if span.lane == _STEPS:
+        category = "step"
+    names = {"name": span.name or span.lane, "cat": category}
     return {**names, "ph": "X", "pid": 1, "tid": track, "ts": begin / 1e3, "dur": (end - begin) / 1e3}

@@ -106,8 +106,12 @@ class RunSetup(NamedTuple):
         """
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)  # before anything draws a number
-        architecture = load_architecture(start) if user_model is None else user_model.architecture()
-        kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
+        if user_model is None:
+            architecture = load_architecture(start)
+            kind = model_kind(architecture)
+        else:
+            architecture = user_model.architecture()
+            kind = user_model.resolve_kind(architecture)
         method = start.config.train.method
         if method != "sft" and kind.auto is None:
             raise ConfigError(
@@ -169,8 +173,9 @@ def make_run(
         accelerator = own_accelerator(start.config.offload.device)
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
     build = _Build(start, comm, say, note, user_model, doing, accelerator, setup)
-    # A resumed run reads the data by the rows of the earlier run: other rows would end at the comparison below.
-    asked = resolve_saved_rows(setup.config, start.data) if resumes else setup.config
+    asked = setup.config
+    if resumes:  # by the rows of the earlier run: other rows would end at the comparison below
+        asked = resolve_saved_rows(asked, start.data)
     data = build.prepare_data(asked)
     comm.agree("the training data", data.state_dict())  # each rank has read a disk of its own
     if resumes:
@@ -237,8 +242,9 @@ class _Build:
     @property
     def whole(self) -> Path | None:
         """Checkpoint with all weights. None: the weights come from elsewhere."""
-        folders = () if self.start.config.lora.adapts else self.start.folders
-        return next(iter(folders), None)
+        if self.start.config.lora.adapts:  # a checkpoint has the adapter alone
+            return None
+        return next(iter(self.start.folders), None)
 
     def prepare_data(self, config: Config) -> Task:
         setup, whole = self.setup, self.whole
@@ -258,9 +264,10 @@ class _Build:
         """Return the initial model, unfilled. `path`: see `BuildBase`."""
         if self.user_model is not None:
             return self.user_model.build()
-        section = config.model if path is None else config.with_resolved(model__path=path).model
+        if path is not None:
+            config = config.with_resolved(model__path=path)
         return build_model(
-            section,
+            config.model,
             seed=config.run.seed,
             config=copy.deepcopy(self.setup.architecture),  # a build changes the copy
             sequence_length=int(config.data.sequence_length or 0),
@@ -275,7 +282,9 @@ class _Build:
             objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
-            files = data.files() if self.comm.rank == 0 else {}  # rank 0 writes them
+            files: Mapping[str, bytes] = {}
+            if self.comm.rank == 0:  # rank 0 writes them
+                files = data.files()
             self._set_token_ids(config, data)
             if whole is None or self.user_model is not None:
                 base = self.build_base(config)
@@ -294,9 +303,9 @@ class _Build:
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
         if self.setup.model_kind.name == "reward":  # the model finds the last token in a row by this id
-            own = () if user_model is None else (user_model.model.config,)
-            for each in (architecture, *own):
-                each.get_text_config().pad_token_id = data.pad_id
+            architecture.get_text_config().pad_token_id = data.pad_id
+            if user_model is not None:  # made before, with a configuration of its own
+                user_model.model.config.get_text_config().pad_token_id = data.pad_id
 
     def open_engine(self, planned: PlacementDecision, built: BuiltModel) -> _Opened:
         trainable, model = self.setup.trainable, built.model
@@ -310,7 +319,9 @@ class _Build:
         self.comm.agree("what lies beside the states", digests)
         disk_needs = DiskNeeds.of(planned.config, trainable, model)
         fill = MeasuredFill(built, self.comm.size)
-        work = "making room for the weights of a checkpoint" if self.whole else "reading the weights"
+        work = "reading the weights"
+        if self.whole:
+            work = "making room for the weights of a checkpoint"
         self.doing(work, fill.amount)
         with planned_advice(planned.misfit):
             engine = build_engine(planned.config, replace(built, fill=fill), self.comm)
@@ -331,13 +342,18 @@ class _Build:
             uses_host = any(tier == "cpu" for tier, *_ in engine.allocations)
             if uses_host:
                 self.note(integrated_note(accelerator.describe()["name"]))
-        weights = "given" if self.user_model else f"{config.model.init} weights"
+        weights = f"{config.model.init} weights"
         if self.whole:
             weights = "the weights of a checkpoint"
-        ranks = f", {engine.world_size} ranks" if engine.world_size > 1 else ""
+        elif self.user_model:
+            weights = "given"
+        ranks = ""
+        if engine.world_size > 1:
+            ranks = f", {engine.world_size} ranks"
         if ranks and forecast is not None and forecast.num_replicas > 1:
-            is_shared = config.offload.replica_states == "shared"
-            states = "that share out the states" if is_shared else "with all states each"
+            states = "with all states each"
+            if config.offload.replica_states == "shared":
+                states = "that share out the states"
             ranks += f" in {forecast.num_replicas} replicas {states}"
         self.say(f"model: {name}, {weights}, {config.train.precision} on {engine.device}{ranks}")
 
@@ -372,7 +388,9 @@ class _Build:
                 )
             )
         one_each = {"data__packing": False, "data__packing_isolated": False}
-        by_length = {"data__group_by_length": False} if engine.compiles else {}  # each length would be compiled
+        by_length = {}
+        if engine.compiles:  # each length would be compiled
+            by_length = {"data__group_by_length": False}
         rows = self.prepare_data(asked.with_resolved(**one_each, **by_length))
         self.say(f"note: {why}: conversations are not packed. {rows.rows_description}")
         counted = decide(asked, FROM_NUM_STEPS, rows.num_steps)  # other rows are other numbers of steps

@@ -144,10 +144,12 @@ class Callbacks:
         """Return the callback states for a checkpoint. None: a callback without state. Raises ConfigError."""
         states = []
         for each in self._callbacks:
-            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-            states.append(each.state_dict() if has_state else None)
+            state = None
+            if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+                state = each.state_dict()
+            states.append(state)
             try:
-                json.dumps(states[-1])  # here the error names the callback
+                json.dumps(state)  # here the error names the callback
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"the state_dict() of the callback {type(each).__name__} cannot be stored in a checkpoint: "

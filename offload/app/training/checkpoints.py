@@ -239,11 +239,15 @@ class Saves:
     def unsaved_error(self, step: int, exported: Path | None) -> DiskError:
         """Return the error for a completed run without a saved last step."""
         assert self.failure is not None
-        where = f"; it is exported to {exported}" if exported is not None else ""
-        reason = errno_text(self.failure.errno) if self.failure.errno else "a disk failed"
+        reason = "a disk failed"
+        if self.failure.errno:
+            reason = errno_text(self.failure.errno)
+        where = ""
         way_on = self._way_on
-        if self.last_step is None and exported is not None:
-            way_on = f"There is nothing to resume: make room, and train on from {exported} with another --run.dir."
+        if exported is not None:
+            where = f"; it is exported to {exported}"
+            if self.last_step is None:
+                way_on = f"There is nothing to resume: make room, and train on from {exported} with another --run.dir."
         return DiskError(
             f"the last step, {step}, could not be saved, {self._last_saved}: {reason}, as the note above says{where}. "
             f"{way_on}",
@@ -257,7 +261,9 @@ class Saves:
 
     @property
     def _way_on(self) -> str:
-        goes_on = "begins anew" if self.last_step is None else f"goes on from step {self.last_step}"
+        goes_on = "begins anew"
+        if self.last_step is not None:
+            goes_on = f"goes on from step {self.last_step}"
         return f"Make room and start the same command again: it {goes_on}."
 
     @property

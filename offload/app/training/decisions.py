@@ -78,7 +78,9 @@ def _default_end(config: Config, start: Start) -> Mapping[str, Any]:
 
 
 def _sequence_length(config: Config, start: Start) -> int:
-    most = 256 if config.model.preset == "tiny" else 1024
+    most = 1024
+    if config.model.preset == "tiny":
+        most = 256
     length = min(most, start.max_positions or 1024)
     return length // 64 * 64 or length  # some position tables have a few extra rows
 
@@ -91,9 +93,13 @@ def _precision(config: Config, start: Start) -> str:
 
 
 def _learning_rate(config: Config, _start: Start) -> float:
-    rate = 4e-3 if config.model.preset == "tiny" else 1e-3
+    rate = 1e-3
+    if config.model.preset == "tiny":
+        rate = 4e-3
     if config.model.init == "pretrained":
-        rate = 2e-4 if config.lora.adapts else 2e-5
+        rate = 2e-5
+        if config.lora.adapts:
+            rate = 2e-4
         if config.train.method in ("dpo", "orpo"):  # as in TRL
             rate *= 0.05
     return rate * RULE_SETTINGS[config.optimizer.name].rate

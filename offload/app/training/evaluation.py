@@ -47,7 +47,9 @@ class Evaluation:
         metrics = "".join(
             f", {text.format(self.metrics[key])}" for key, text in _PRINTED.items() if key in self.metrics
         )
-        of = f" of {self.name}" if self.name else ""
+        of = ""
+        if self.name:
+            of = f" of {self.name}"
         return f"eval loss {self.loss:.4f}{metrics} over {self.rows}{of}"
 
 
@@ -104,7 +106,8 @@ class Evaluations:
             self._say(f"step {progress.num_done}  {each}")
         sources = {each.name: each.fields() for each in evaluations if each.name}
         fields: dict[str, Any] = {f"eval_{key}": value for key, value in evaluations[0].fields().items()}
-        fields |= {"eval_sources": sources} if sources else {}
+        if sources:
+            fields["eval_sources"] = sources
         self._callbacks.notify("on_evaluate", metrics=dict(fields))
         return fields
 
@@ -127,10 +130,11 @@ class Evaluations:
         data, objective = self._data, self._objective
         comm, own = self._comm, self._share
         batch_size = self._train.num_rows
-        most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.eval_sizes[name]
         num_done = num_rows
-        if most is not None:
+        most = None
+        if self._train.eval_batches != "all":
+            most = int(self._train.eval_batches)
             num_done = min(num_rows, most * batch_size)
         num_counted = 0
         total = 0.0
@@ -154,7 +158,9 @@ class Evaluations:
         rows_done = f"{num_counted:,} {objective.count_unit} in {num_done:,} of {num_rows:,} rows"
         loss, metrics = total / num_counted, {key: value / num_counted for key, value in sums.items()}
         if objective.loss is None:  # a mean over tokens
-            metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}  # inf beyond the float range
+            metrics = {"perplexity": math.inf}
+            if loss < 700:  # otherwise beyond the float range
+                metrics["perplexity"] = math.exp(loss)
             if objective.takes_labels and (num_bytes := data.eval_bytes(num_done, name)):
                 # The information in all targets over their text bytes: different tokenizers compare.
                 metrics["bits_per_byte"] = loss * num_counted / math.log(2) / num_bytes

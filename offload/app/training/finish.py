@@ -72,7 +72,9 @@ class Export:
         with suppress(OSError, ValueError):  # an adapter, or a rank with another disk
             num_bytes = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
             dtype = json.loads((self.path / "config.json").read_text(encoding="utf-8")).get("dtype")
-            weights = f": {format_bytes(num_bytes)} of weights{f' in {dtype}' if dtype else ''}"
+            weights = f": {format_bytes(num_bytes)} of weights"
+            if dtype:
+                weights += f" in {dtype}"
         self._say(f"exported to {self.path}{weights}")
         return self.path
 

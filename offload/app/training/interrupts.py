@@ -57,7 +57,9 @@ class StopSignals:
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
             # torchrun also sends SIGTERM to a leaving rank, any time until the process is gone.
-            signal.signal(number, signal.SIG_IGN if self._is_ignoring and number == signal.SIGTERM else handler)
+            if self._is_ignoring and number == signal.SIGTERM:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
 
     def begin(self) -> None:
         """From now on there are states to save: the first signal requests a stop."""
@@ -91,7 +93,10 @@ class StopSignals:
         if self._is_ignoring:
             return
         self._wants_save = self._waits
-        self._is_save_announced = self._announce(_SAVING if self._waits else "SIGUSR1: there is nothing to save now.")
+        text = _SAVING
+        if not self._waits:
+            text = "SIGUSR1: there is nothing to save now."
+        self._is_save_announced = self._announce(text)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()  # own line, so no signal comes between read and store below

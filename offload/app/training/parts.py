@@ -43,7 +43,9 @@ class MeasuredFill:
 
     def __call__(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source] | None:
         self._num_done += self._num_current  # the engine calls again once the parameters are taken
-        prefix = f"{name}." if name else ""
+        prefix = ""  # of all
+        if name:
+            prefix = f"{name}."
         self._num_current = sum(self._left.pop(each) for each in list(self._left) if each.startswith(prefix))
         self._name = name
         return cast("Mapping[nn.Parameter, Source] | None", self._fill(name, module))
@@ -76,11 +78,16 @@ def describe_length(config: Config, data: Task) -> Iterator[str]:
     if steps is None:
         return
     epochs = steps * data.batch_size / data.num_train_rows
-    rows = counted(data.batch_size // data.group, "row" if data.group == 1 else "pair")
-    passes = counted(1, "epoch") if epochs == 1 else f"{ratio(epochs)} epochs"
+    unit = "pair"
+    if data.group == 1:
+        unit = "row"
+    rows = counted(data.batch_size // data.group, unit)
+    passes = f"{ratio(epochs)} epoch{'s' * (epochs != 1)}"
     yield f"steps: {steps:,} of {rows}: {passes}"
     if config.has_own_data and not _LEAST_EPOCHS <= epochs <= _MOST_EPOCHS:
-        reason = "most rows are left out" if epochs < 1 else "each row comes as many times"
+        reason = "each row comes as many times"
+        if epochs < 1:
+            reason = "most rows are left out"
         yield f"note: the run makes {passes}: {reason}. --train.epochs sets the number of passes."
 
 

@@ -104,7 +104,9 @@ def decide_placement(
             if config.run.debug:
                 traceback.print_exception(error)
             cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
-            hint = "" if config.run.debug else ", and --debug shows where"
+            hint = ""
+            if not config.run.debug:
+                hint = ", and --debug shows where"
             note(
                 f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
@@ -173,7 +175,9 @@ def describe_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
     budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
     if budget is None or (is_shared and tier == "pinned"):
         return ""
-    together = f", with pinned memory {format_bytes(sum(each['bytes'] for each in both))}" if is_shared else ""
+    together = ""
+    if is_shared:
+        together = f", with pinned memory {format_bytes(sum(each['bytes'] for each in both))}"
     return f"{together} of {format_bytes(budget)}"
 
 

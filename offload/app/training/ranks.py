@@ -138,8 +138,10 @@ class RankExit:
                 error = _CAUSES[cause["error"]](str(error))
         if not self._prints(error, other_rank):
             leave_to_another_rank(error)
-        # After a common error the others know, and may still be leaving the exchange with the report.
-        comm.close(None if is_shared(comm, error) else error)
+        if is_shared(comm, error):  # the others know, and may still be leaving the exchange with the report
+            comm.close()
+        else:
+            comm.close(error)
         return error
 
     def _prints(self, error: BaseException, cause: int | None) -> bool:

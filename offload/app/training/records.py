@@ -146,6 +146,7 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     budgets["pinned"] = budgets[HOST]
     usage: dict[str, dict[str, Any]] = {}
     resting = engine.resting
+    # Host memory counts once, as pinned or as pageable, under the same budget.
     for where, name, num_bytes in engine.allocations:
         # States used by the host alone rest in pageable memory.
         if where == HOST and engine.pins and name not in resting:
@@ -164,8 +165,9 @@ def describe_tiers(engine: Engine, config: Config, folder: Path) -> str:
         texts.append(f"{tier} {format_bytes(each['bytes'])}{describe_budget(usage, tier)}")
     descriptions = engine.told_updates, engine.told_frozen_weights, engine.told_links
     where = "".join(f"; {description}" for description in descriptions if description)
-    tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
-    text = f"tiers: between steps {', '.join(texts)}{where}; run folder: {folder}{tiles}"
+    text = f"tiers: between steps {', '.join(texts)}{where}; run folder: {folder}"
+    if engine.told_tiles:
+        text += f"\n{engine.told_tiles}."
     if config.offload.nvme_dir and DISK not in usage:
         text += "\nnote: offload.nvme_dir is set but unused: the tiers above have room for all states."
     return text
@@ -223,7 +225,7 @@ def step_fields(
         "loss": float(result.loss),
         "lr": engine.lr,
         "grad_norm": float(result.grad_norm),
-        "tokens_per_second": num_tokens / max(seconds, 1e-9),
+        "tokens_per_second": num_tokens / max(seconds, 1e-9),  # a coarse clock may show no time
         "step_seconds": seconds,
         "h2d_bytes": counters.h2d_bytes,
         "d2h_bytes": counters.d2h_bytes,

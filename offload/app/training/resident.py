@@ -236,7 +236,7 @@ def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[
     """
     num_bytes = dict.fromkeys(("weights", "gradients", "masters", "moments", "gradients in fp32"), 0)
     for info in infos:
-        width = 2 if info.compute == "bf16" else 4
+        width = DTYPES[info.compute].itemsize
         num_bytes["weights"] += width * info.numel
         num_bytes["masters"] += 4 * info.numel
         if info.trainable:

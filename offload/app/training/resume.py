@@ -24,7 +24,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import keepers, spread
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, unless_no_folder
 from offload.files.directories import check_dirs
 from offload.planning.settings import parse_throttle
 
@@ -165,7 +165,7 @@ def _candidates(config: Config) -> Sequence[Path]:
         return (path,)
     checkpoints = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
     if not checkpoints:
-        problem = "holds no checkpoint" if path.is_dir() else "is no folder"
+        problem = unless_no_folder(path, "holds no checkpoint")
         raise ConfigError(
             f"checkpoint.resume is {resume}, which {problem}; give a checkpoint, RUN/checkpoints/step-N, or the "
             "folder of a run that has some."

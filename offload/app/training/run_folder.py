@@ -101,8 +101,8 @@ class RunFolder:
     @classmethod
     def _create(cls, name: str) -> RunFolder:
         number = 1
+        path = Path("runs") / name
         while True:
-            path = Path("runs") / (name if number == 1 else f"{name}-{number}")
             try:
                 # Without exist_ok: two runs at the same time get two numbers.
                 folder = cls(path)
@@ -111,6 +111,7 @@ class RunFolder:
                 return folder
             except FileExistsError:
                 number += 1
+                path = Path("runs") / f"{name}-{number}"
             except OSError as error:
                 raise ConfigError(
                     f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder."

@@ -171,6 +171,7 @@ def check_names(config: Config) -> None:
 
     A resumed run may lack the model path, because the checkpoint contains the model.
     """
+    # A look at names alone: this runs before the slow imports, and the choice of a checkpoint needs them.
     goes_on = config.run.dir is not None and (Path(config.run.dir) / "checkpoints").is_dir()
     if goes_on or config.checkpoint.resume not in ("auto", "never"):
         return

@@ -24,6 +24,7 @@ from offload.doors import Door
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.files.directories import free_bytes
+from offload.layout.planes import DTYPES
 
 
 class BuildBase(Protocol):
@@ -247,11 +248,13 @@ class DiskNeeds:
     def of(cls, config: Config, trainable: TrainablePart, model: nn.Module) -> DiskNeeds:
         """Return the needs for a resolved configuration and a model. Raises ConfigError for an untrainable model."""
         rule = make_update_rule(config)
-        weight_bytes = 2 if config.train.precision == "bf16" else 4
+        weight_bytes = DTYPES[str(config.train.precision)].itemsize
         num_saved, kept_bytes = trainable.num_saved(model), trainable.kept_bytes(model, weight_bytes)
         # By the first rule, the rule of most parameters: the need is a forecast.
         moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
-        master_bytes = 4 if rule.has_low else weight_bytes
+        master_bytes = weight_bytes
+        if rule.has_low:
+            master_bytes = 4
         export_bytes = 0
         if config.checkpoint.export:
             export_bytes = trainable.export_bytes(model, weight_bytes)
@@ -279,7 +282,9 @@ class DiskNeeds:
             num = math.ceil((config.train.steps - num_done) / section.every)
         num += section.keep_best
         if free < (needed := self.export_bytes + num * self.states_bytes):
-            export = "the export with " if self.export_bytes else ""
+            export = ""
+            if self.export_bytes:
+                export = "the export with "
             yield (
                 f"note: {location}, and {export}up to {counted(num, 'checkpoint')} of "
                 f"{format_bytes(self.states_bytes)} need {format_bytes(needed)}: some checkpoints may not be saved. "

@@ -260,7 +260,9 @@ class Trainer:
         own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
         self._records.sync()  # a resumed run needs all metrics lines up to here
         meta = self._run_progress.state_dict() | self._callbacks.state_dict() | own
-        save = self._saves.save if is_last else self._saves.try_to_save
+        save: Callable[..., None] = self._saves.try_to_save
+        if is_last:
+            save = self._saves.save
         save(self._engine, self._run_progress.num_done, meta, self._files)
         self._records.mark("checkpoint", begin, time.perf_counter())
 
@@ -380,7 +382,9 @@ class Trainer:
         """After a stop request on any rank: save, run a due evaluation, and raise InterruptedRun on all ranks."""
         if not self._stop.is_agreed(self._comm):
             return
-        of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
+        of = ""
+        if self.config.train.steps is not None:
+            of = f" of {self.config.train.steps}"
         text = f"interrupted by {self._stop.name} after step {self._run_progress.num_done}{of}"
         if not self._run_progress.num_done:
             raise common(InterruptedRun(f"{text}: there was nothing to save."))

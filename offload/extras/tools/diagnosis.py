@@ -101,13 +101,14 @@ def _try_direct(directory: Path, engine: IoEngine) -> dict[str, Any]:
     block = _pages(ALIGNMENT_BYTES)
     reason = ""
     for direct in (True, False):
+        # Without a name: a crash leaves no file behind.
         file = engine.open(directory, direct=direct, opener=open_nameless)
         try:
             file.reserve(0, ALIGNMENT_BYTES)
             engine.write(file, 0, block).wait()
             engine.read(file, 0, block).wait()
         except DiskError as error:
-            if not file.is_direct:
+            if not file.is_direct:  # no simpler way is left
                 raise
             reason = str(error)
             continue
@@ -143,7 +144,9 @@ def _describe(nvml: Any, index: int) -> dict[str, Any]:
     """Return NVML data for one GPU, without unsupported fields."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = nvml.nvmlDeviceGetName(handle)
-    fields: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
+    if isinstance(name, bytes):  # older versions of pynvml
+        name = name.decode()
+    fields: dict[str, Any] = {"name": name}
     queries = {
         "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # the current value drops when the link is idle
         "pcie_lanes": nvml.nvmlDeviceGetCurrPcieLinkWidth,
@@ -184,7 +187,9 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
     lane: the slowest lane.
     num_tokens: tokens per step needed for compute to hide the slowest lane.
     """
-    precision = "fp32" if machine.device == "cpu" else "bf16"
+    precision = "bf16"
+    if machine.device == "cpu":
+        precision = "fp32"
     # The time of AdamW on the host is the time of the memory traffic.
     rates = asdict(machine.rates) | {"update_bytes_per_s": machine.rates.host_bytes_per_s}
     seconds = {
@@ -204,4 +209,6 @@ def lockable_bytes() -> int | None:
     Memory pinned by a GPU driver is not counted here, but counts in control groups.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
+    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel sets root no limit
+        return None
+    return limit

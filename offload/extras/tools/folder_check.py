@@ -32,6 +32,7 @@ def verify_folder(folder: Path) -> str:
             num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
             _check_values(file)
     index = folder / "model.safetensors.index.json"
+    # Beside a single file no loader reads the index.
     if index.is_file() and not (folder / "model.safetensors").is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name, file_name in listed.items():
@@ -78,7 +79,9 @@ def _compare_with_config(folder: Path) -> str:
         if missing := sorted(weights.report.missing):
             raise ConfigError(f"{folder} lacks {len(missing)} of the parameters of {name}, for example {missing[0]}.")
         unused = sorted(weights.report.unexpected)
-        note = f", but {len(unused)} tensors are not used, for example {unused[0]}" if unused else ""
+        note = ""
+        if unused:
+            note = f", but {len(unused)} tensors are not used, for example {unused[0]}"
         return f"shapes are those of {name}{note}"
 
 

@@ -17,6 +17,7 @@ import torch
 
 from offload.accelerators import open_accelerator, own_accelerator
 from offload.amounts import Tell, tell_nobody, unmeasured
+from offload.app.config.command_line import say_nothing
 from offload.app.config.config import Config
 from offload.app.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
 from offload.app.telemetry.progress import work_progress
@@ -69,16 +70,21 @@ class Difference:
     """Value on the resident side."""
 
     def __str__(self) -> str:
-        place = f"{self.name}{list(self.element)}" if self.element else self.name
+        place = self.name
+        if self.element:
+            place += str(list(self.element))
         return f"step {self.step}, {place}: offloaded {self.offloaded!r}, resident {self.resident!r}"
 
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
-        is_number = self.name in ("loss", "grad_norm")
+        what = "weight"
+        parameter: str | None = self.name
+        if self.name in NUMBERS:
+            what, parameter = self.name, None
         return {
             "step": self.step,
-            "what": self.name if is_number else "weight",
-            "parameter": None if is_number else self.name,
+            "what": what,
+            "parameter": parameter,
             "element": list(self.element),
             "offloaded": json_number(self.offloaded),
             "resident": json_number(self.resident),
@@ -116,8 +122,9 @@ class WeightComparison:
             element, count = mismatch
             gap = (offloaded.double() - resident.double()).abs_()
             self.differing[name] = count
-            # `max` alone would lose a NaN.
-            self.largest = max(self.largest, gap.max().item()) if not gap.isnan().any() else math.nan
+            self.largest = max(self.largest, gap.max().item())
+            if gap.isnan().any():  # `max` alone would lose a NaN
+                self.largest = math.nan
             self._distance += gap.square_().sum().item()
             difference = Difference(step, name, element, offloaded[element].item(), resident[element].item())
             self.first = self.first or difference
@@ -132,7 +139,9 @@ class WeightComparison:
         """
         if not self.differing:
             return 0.0
-        return math.sqrt(self._distance / self._change) if self._change else math.inf
+        if not self._change:
+            return math.inf
+        return math.sqrt(self._distance / self._change)
 
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -162,7 +171,9 @@ def first_mismatch(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, .
 
 def json_number(value: float) -> float | str:
     """Return a JSON value. Non-finite numbers become strings."""
-    return value if math.isfinite(value) else str(value)
+    if math.isfinite(value):
+        return value
+    return str(value)  # JSON has neither NaN nor infinity
 
 
 @dataclass(frozen=True)
@@ -191,7 +202,9 @@ class StepNumbers:
         if one == other or (math.isnan(one) and math.isnan(other)):
             return 0.0
         gap = abs(one - other) / max(abs(one), abs(other))
-        return gap if math.isfinite(gap) else math.inf
+        if not math.isfinite(gap):  # one side alone is not finite, perhaps NaN
+            return math.inf
+        return gap
 
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -226,7 +239,9 @@ class ParityResult:
     @property
     def tolerance(self) -> dict[str, float] | None:
         """An entry of `TOLERANCES`. None: every bit must be equal."""
-        return TOLERANCES[self.precision] if self.reasons else None
+        if not self.reasons:
+            return None
+        return TOLERANCES[self.precision]
 
     @property
     def is_bit_equal(self) -> bool:
@@ -282,7 +297,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
         if not result.is_equal and result.tolerance is None:
             say("something differs: both sides train once more, with a comparison after each step.")
             result.first = _train_both(
-                config, num_steps, same_order, comm, lambda _text: None, tell, compares_each_step=True
+                config, num_steps, same_order, comm, say_nothing, tell, compares_each_step=True
             ).first
     return result
 
@@ -328,6 +343,7 @@ def _train_both(
                 say(f"the data end before step {group[len(done)] + 1}.")
             if compares_each_step and result.first is None:
                 result.first = sides.compare().first
+            # Only rank 0 has compared, and all ranks must leave the loop together.
             if compares_each_step and comm.from_rank(0, result.first is not None, "whether a side differs"):
                 return result
         result.weights = sides.compare()
@@ -371,7 +387,9 @@ class _Sides:
         self._same_order = same_order
         self._offloaded: dict[int, dict[str, float]] = {}  # numbers by step, until the resident side has them too
         # For `distance`: a difference counts relative to the change since the start.
-        self._initial = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
+        self._initial: dict[str, torch.Tensor] = {}
+        if resident is not None:
+            self._initial = {name: value.clone() for name, value in resident.weights()}
 
     def train_offloaded(self, step: int) -> bool:
         """Train the engine on one batch. Return False at the end of the data. Collective."""
@@ -394,7 +412,9 @@ class _Sides:
                     compile_modules(self._resident.blocks(self._engine.compiled_classes))
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
-                norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
+                norm_within = NORM_ON_DEVICE
+                if self._engine.device.type == "cpu":
+                    norm_within = 0.0
                 numbers = {"loss": loss, "grad_norm": norm}
                 parity.steps.append(StepNumbers(step + 1, self._offloaded[step], numbers, norm_within))
                 parity.first = parity.first or parity.steps[-1].first_difference()
@@ -442,7 +462,9 @@ class _Sides:
         """Rows per micro-batch. None: whole batches."""
         train = self._run.config.train
         largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
-        return size if size is not None and size < largest else None
+        if size is not None and size < largest:
+            return size
+        return None
 
     @property
     def _num_passes(self) -> int:
@@ -466,14 +488,16 @@ class _Sides:
             for first, end in pairwise(ends):
                 for begin in range(first, end, step):
                     part = {key: value[begin : min(begin + step, end)] for key, value in batch.items()}
-                    if num_targets := count(part):
+                    if num_targets := count(part):  # a mean over no targets would be NaN
                         parts.append((part, num_targets / total))
         return parts
 
     def compare(self) -> WeightComparison:
         """Compare all weights after the last step. Collective; the result is valid on rank 0."""
         comparison, step = WeightComparison(), len(self._offloaded)
-        others = self._resident.weights() if self._resident is not None else None
+        others = None
+        if self._resident is not None:
+            others = self._resident.weights()
         # On all ranks: partitioned weights are gathered.
         for name, offloaded in self._engine.named_parameters():
             if others is not None:
@@ -513,7 +537,9 @@ def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
     built = run.setup.trainable.prepare(_plain_base(run))
     fill_all(built)
-    late_after = config.train.delay_after if config.train.delay else None
+    late_after = None
+    if config.train.delay:
+        late_after = config.train.delay_after
     return ResidentTrainer(
         built.model.train(),
         engine.optimizer,
@@ -551,16 +577,17 @@ def _plain_base(run: Run) -> BuiltModel:
 def _check_fit(needs: Mapping[str, int], engine: Engine) -> None:
     """Raise DoesNotFitError if the resident side does not fit beside the engine. Activations are not counted."""
     accelerator = own_accelerator(str(engine.device))
-    computes = "cpu" if accelerator is None else "device"
+    computes = "cpu"
+    free = {"cpu": memory().get("available_bytes"), "device": None}
+    if accelerator is not None:
+        computes = "device"
+        free["device"] = accelerator.free_bytes
     # The resident side updates where the engine does.
-    on_host = all(device.type == "cpu" for device in engine.update_devices.values())
-    updates = "cpu" if on_host else computes
+    updates = computes
+    if all(device.type == "cpu" for device in engine.update_devices.values()):
+        updates = "cpu"
     places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
     needs = {**needs, "first weights": needs["masters"]}  # needed for the distance
-    free = {
-        "cpu": memory().get("available_bytes"),
-        "device": None if accelerator is None else accelerator.free_bytes,
-    }
     for tier, room in free.items():
         on_tier = {name: num_bytes for name, num_bytes in needs.items() if places.get(name, "cpu") == tier}
         needed = sum(on_tier.values())

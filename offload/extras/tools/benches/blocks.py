@@ -54,7 +54,7 @@ class Contender:
 
 def rotate(items: Sequence[_Item], number: int) -> list[_Item]:
     """Rotate the items by `number`, so that the order changes every round."""
-    first = number % len(items) if items else 0
+    first = number % max(1, len(items))
     return [*items[first:], *items[:first]]
 
 

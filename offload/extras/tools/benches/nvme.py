@@ -97,9 +97,13 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             benches[-1].open()
         say(f"writing two files of {format_bytes(size)} in {folder}")
         benches[0].fill()
-        fio = None if arguments.no_fio else shutil.which("fio")
-        if fio is None and not arguments.no_fio:
-            say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
+        fio = None
+        if not arguments.no_fio:
+            fio = shutil.which("fio")
+            if fio is None:
+                say(
+                    "fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)"
+                )
         registered = any(bench.is_registered for bench in benches)
         results: list[Result] = []
         for pattern in arguments.pattern:
@@ -134,7 +138,12 @@ class Bench:
 
     def contender(self, pattern: str, compared: bool) -> IoContender:
         name = f"{self.engines[0].name}: {pattern}"
-        num_bytes = self.size * (2 if pattern in ("both", "update") else 1)
+        reference = None
+        if compared:
+            reference = f"fio: {pattern}"
+        num_bytes = self.size
+        if pattern in ("both", "update"):  # read and written
+            num_bytes *= 2
         do_pass: Callable[[], None] = getattr(self, pattern)
 
         def measure() -> PassTiming:
@@ -142,10 +151,10 @@ class Bench:
             do_pass()
             return PassTiming(num_bytes, time.perf_counter() - wall, time.process_time() - cpu)
 
-        return IoContender(name, measure, f"fio: {pattern}" if compared else None)
+        return IoContender(name, measure, reference)
 
     def fill(self) -> None:
-        other = self.engines[0].open(self.paths[1])
+        other = self.engines[0].open(self.paths[1])  # `files[1]` belongs to the other engine
         for file in (self.files[0], other):
             stream(self.engines[0].write, file, self.rings[0], self.size)
         other.close()
@@ -168,12 +177,14 @@ class Bench:
         engine = self.engines[0]
         file = self.files[0]
         ring = self.rings[0]
-        num_tiles, ahead = -(-self.size // ring[0].nbytes), len(ring) // 2
+        num_tiles = -(-self.size // ring[0].nbytes)
+        ahead = len(ring) // 2  # the other half of the ring is written meanwhile
         reading: deque[Ticket] = deque()
         writing: deque[Ticket] = deque()
         for k in range(num_tiles + ahead):
             if k < num_tiles:
                 if k >= len(ring):
+                    # The oldest write is the one from the memory of this read.
                     writing.popleft().wait()
                 reading.append(engine.read(file, *_place(ring, k, self.size)))
             if k >= ahead:
@@ -287,7 +298,7 @@ def _place(ring: list[torch.Tensor], k: int, size: int) -> tuple[int, torch.Tens
     """Return the offset and the ring memory of tile k."""
     tile = ring[k % len(ring)]
     offset = k * tile.nbytes
-    return offset, tile if offset + tile.nbytes <= size else tile[: (size - offset) // tile.itemsize]
+    return offset, tile[: (size - offset) // tile.itemsize]  # only the last tile of a file is cut
 
 
 def _noise(num_bytes: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +94,9 @@ class BenchmarkOutput:
         caption = "ratio: how many times better than the reference, median of interleaved pairs"
         table = Table(title=title, caption=caption)
         for column in ("", "threads", "median", "best", "GB/s", "reference", "ratio"):
-            justify: Literal["left", "right"] = "left" if column in ("", "reference") else "right"
+            justify: Literal["left", "right"] = "right"
+            if column in ("", "reference"):  # texts
+                justify = "left"
             table.add_column(column, justify=justify, no_wrap=True)
         for result in self.results:
             more = result.details
@@ -102,10 +104,10 @@ class BenchmarkOutput:
                 result.name,
                 str(more.get("threads", "")),
                 f"{format_value(result.value)} {result.unit}",
-                format_value(more["best"]) if "best" in more else "",
-                f"{more['gigabytes_per_second']:.1f}" if "gigabytes_per_second" in more else "",
+                _cell(more.get("best"), format_value),
+                _cell(more.get("gigabytes_per_second"), "{:.1f}".format),
                 result.reference or "",
-                f"{result.ratio:.2f}" if result.ratio is not None else "",
+                _cell(result.ratio, "{:.2f}".format),
             )
         print_table(table)
         for name, why in self.left_out:
@@ -117,7 +119,16 @@ class BenchmarkOutput:
 
 def format_value(value: float) -> str:
     """Return a number as shown in tables."""
-    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    if abs(value) >= 1:
+        return f"{value:,.2f}"
+    return f"{value:.3g}"
+
+
+def _cell(value: float | None, text_of: Callable[[float], str]) -> str:
+    """Return a number for a table. Empty: not measured."""
+    if value is None:
+        return ""
+    return text_of(value)
 
 
 def print_table(table: Any) -> None:

@@ -78,7 +78,9 @@ def _contenders(
 ) -> Iterator[Contender]:
     """Yield the contenders. Resources to close are registered in `resources`."""
     checkpoints = recompute == "always"
-    name = "plain PyTorch" + (" with checkpointing" if checkpoints else "")
+    name = "plain PyTorch"
+    if checkpoints:
+        name += " with checkpointing"
     plain = plain_pytorch(name, llama(arguments, checkpoints), precision)
     yield plain
 
@@ -103,7 +105,7 @@ def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # equal weights for all contenders
     heads = max(1, arguments.hidden // 64)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -162,7 +164,10 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
                 for master, weight in zip(masters, weights, strict=True):
                     weight.copy_(master)
 
-    return Contender(name, step, do_nothing if accelerator is None else accelerator.wait)
+    settle = do_nothing
+    if accelerator is not None:
+        settle = accelerator.wait
+    return Contender(name, step, settle)
 
 
 def engine(
@@ -181,7 +186,7 @@ def engine(
 
     trained_engine = Engine(
         llama(arguments),
-        optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),
+        optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),  # torch's AdamW decays all parameters
         placement=Placement(**placement),
         precision=precision,
         recompute=recompute,
@@ -200,6 +205,7 @@ def engine(
         counters = trained_engine.counters
         return {"peak_device_bytes": counters.peak_device_bytes, "peak_host_bytes": counters.peak_host_bytes}
 
+    # A copy: the next steps add to the same dictionary.
     return Contender(name, step, trained_engine.finish, reference, moved_bytes.copy, details)
 
 
@@ -225,7 +231,9 @@ def deepspeed_zero3(
         os.environ.setdefault(key, value)
     import deepspeed
 
-    place = {"device": "cpu"} if folder is None else {"device": "nvme", "nvme_path": folder}
+    place = {"device": "cpu"}
+    if folder is not None:
+        place = {"device": "nvme", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": 1.0,
@@ -249,7 +257,7 @@ def deepspeed_zero3(
         ds_engine.step()
         return loss
 
-    # Writes to disk go on after a step, and belong to the block, as ours do.
+    # Writes to disk go on after a step, and belong to the block, as ours do. Parameters share a swapper.
     parameter_swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
     swappers = {id(swapper): swapper for swapper in parameter_swappers if swapper is not None}
 

@@ -34,7 +34,9 @@ def advise(run: RunRecord, figures: Figures) -> tuple[Advice, ...]:
     advice: list[Advice] = []
     binding = figures.binding
     if binding is not None:
-        advice = [_serial(binding)] if binding.is_serial else _lanes(run, binding)
+        advice = _lanes(run, binding)
+        if binding.is_serial:
+            advice = [_serial(binding)]
         if binding.outside_s >= _WORTH * binding.step_s:
             why = f"{_of(binding.outside_s, binding)} is spent outside the engine: making batches, writing records"
             advice.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
@@ -112,6 +114,7 @@ def _remedy(run: RunRecord, lane: LaneShare, binding: Binding) -> str:
         if waits and not run.is_decided("train.clip"):
             remedies.append("--train.clip speculative: updates begin in the backward")
         rule = RULE_SETTINGS.get(str(run.setting("optimizer.name")))
+        # A rule without the setting has no moments to shrink.
         if rule is not None and "states" in rule.keys and run.setting("optimizer.states") == "fp32":
             remedies.append("--optimizer.states bf16: fewer bytes to read and write")
     elif lane.name in DISK_LANES:
@@ -134,9 +137,13 @@ def _memory(run: RunRecord, figures: Figures, others: Sequence[Advice]) -> list[
         if tier.budget_bytes and tier.peak_bytes and tier.peak_bytes < _ROOM * tier.budget_bytes:
             used = f"the peak on {tier.name} is {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}"
             # The host budget is for all ranks of a machine, and a peak is of one.
-            num_sharing = 1 if tier.name == "device" else int(number(run.env, "world_size") or 1)
+            num_sharing = int(number(run.env, "world_size") or 1)
+            rows = ""
+            if tier.name == "device":
+                num_sharing = 1
+                rows = "; or use the rest for more rows in a micro-batch"
+            # Without the space, as a word of a command.
             enough = format_bytes(1.05 * tier.peak_bytes * num_sharing).replace(" ", "")
-            rows = "; or use the rest for more rows in a micro-batch" if tier.name == "device" else ""
             advice.append(Advice(f"--{key} {enough} would be enough{rows}", used))
     return advice
 
@@ -152,7 +159,10 @@ def _planned(figures: Figures) -> list[Advice]:
         seconds = number(each, "step_seconds")
         if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
             continue
-        gain = "" if now is None else f" instead of {seconds_text(now)}"
-        why = f"the plan predicts {seconds_text(seconds)} a step{gain}"
-        advice.append(Advice(str(each.get("change")), why, None if now is None else now - seconds))
+        why = f"the plan predicts {seconds_text(seconds)} a step"
+        saves_s = None
+        if now is not None:
+            why += f" instead of {seconds_text(now)}"
+            saves_s = now - seconds
+        advice.append(Advice(str(each.get("change")), why, saves_s))
     return sorted(advice, key=lambda each: -(each.saves_s or 0.0))[:_ALTERNATIVES]

@@ -29,10 +29,7 @@ def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -
 
     with_dots: mark each point, for the few evaluations.
     """
-    drawable = [
-        thin([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
-        for points in series
-    ]
+    drawable = [thin([(step, _drawable(value)) for step, value in points]) for points in series]
     finite_points = [(step, value) for points in drawable for step, value in points if value is not None]
     if not finite_points:
         return None
@@ -53,9 +50,16 @@ def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -
         # The page gives each class a colour, also in dark mode.
         group = ET.SubElement(plot, "g", {"class": f"c{index}"})
         group.append(Line("currentColor", 1.6).to_svg(width, height, x, y, Series(points), None))
-        if with_dots or len(points) == 1:
+        if with_dots or len(points) == 1:  # a line through one point has no length
             group.append(Dots("currentColor", 2.6).to_svg(width, height, x, y, Series(points), None))
     return ET.tostring(root, encoding="unicode")
+
+
+def _drawable(value: float | None) -> float | None:
+    """Return a value, or None for one too large for the chart."""
+    if value is None or abs(value) > _BEYOND:
+        return None
+    return value
 
 
 def thin(points: Sequence[CurvePoint]) -> list[CurvePoint]:
@@ -65,7 +69,7 @@ def thin(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """
     if len(points) <= _MOST_POINTS:
         return list(points)
-    length = -(-2 * len(points) // _MOST_POINTS)
+    length = -(-2 * len(points) // _MOST_POINTS)  # a group keeps two points
     kept_points: list[CurvePoint] = []
     for begin in range(0, len(points), length):
         finite_points = [(step, value) for step, value in points[begin : begin + length] if value is not None]
@@ -82,7 +86,9 @@ class ValueAxis(leather.Linear):
 
     def __init__(self, low: float, high: float) -> None:
         least = 2e-3 * max(abs(low), abs(high)) or 1.0  # keeps four-digit tick labels distinct
-        super().__init__(*((low, high) if high - low >= least else (low - least, high + least)))
+        if high - low < least:
+            low, high = low - least, high + least
+        super().__init__(low, high)
 
     def project(self, value: float, range_min: float, range_max: float) -> float:
         return round(float(super().project(value, range_min, range_max)), 1)

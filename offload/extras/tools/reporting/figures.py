@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.app.telemetry.trace import FIRST_STEPS
-from offload.extras.tools.reporting.run_record import RunRecord, TracedStep, number
+from offload.extras.tools.reporting.run_record import RunRecord, TracedStep, number, value_at, whole_number
 
 SERIES = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
 COMPUTE = "compute"
@@ -75,7 +75,9 @@ class Binding:
     @property
     def times_limit(self) -> float:
         """Step time relative to the limit. 1: everything else is hidden."""
-        return self.step_s / self.limit_s if self.limit_s else 1.0
+        if not self.limit_s:
+            return 1.0
+        return self.step_s / self.limit_s
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,9 @@ class Figures:
         warm = warm_steps(run.steps)
         timed = [fields for fields in warm if (number(fields, "step_seconds") or 0) > 0]
         by_seconds = sorted(timed, key=lambda fields: float(fields["step_seconds"]))
-        requested_steps = number(run.config, "train", "steps")
         first_warm = warm[0]["step"] if warm else 1
         rates = [rate for fields in warm if (rate := number(fields, "tokens_per_second")) is not None]
         num_steps = run.steps[-1]["step"] if run.steps else 0
-        num_asked = None if requested_steps is None else int(requested_steps)
         rate = statistics.median(rates) if rates else None
         median = slowest = None
         if by_seconds:
@@ -119,7 +119,7 @@ class Figures:
             slowest = _step_figure(by_seconds[-1], run.traced_steps)
         return cls(
             num_steps=num_steps,
-            num_asked=num_asked,
+            num_asked=whole_number(run.config, "train", "steps"),
             num_tokens=int(sum(number(fields, "tokens") or 0 for fields in run.steps)),
             series={
                 name: tuple(
@@ -172,7 +172,7 @@ def _step_figure(fields: Mapping[str, Any], traced_steps: Mapping[int, TracedSte
 
 def _binding(steps: Sequence[Mapping[str, Any]]) -> Binding | None:
     shares = [{each.name: each for each in lane_shares(fields)} for fields in steps]
-    names = dict.fromkeys(name for each in shares for name in each)
+    names = dict.fromkeys(name for each in shares for name in each)  # no set: the order stays equal between reports
     if not names:
         return None
     none = LaneShare("", 0.0, 0.0)
@@ -216,17 +216,14 @@ def _tiers(plan: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def _tier(name: str, plan: Any, peak: int | None) -> TierFigure:
-    budget = number(plan, "budget_bytes")
-    listed = plan.get("allocations") if isinstance(plan, Mapping) else None
-    allocations = [
-        (str(each.get("name")), int(size))
-        for each in (listed if isinstance(listed, list) else ())
-        if (size := number(each, "bytes")) is not None
-    ]
+    listed = value_at(plan, "allocations")
+    if not isinstance(listed, list):
+        listed = []
+    allocations = [(str(each.get("name")), int(size)) for each in listed if (size := number(each, "bytes")) is not None]
     return TierFigure(
         name,
         int(number(plan, "bytes") or 0),
-        None if budget is None else int(budget),
+        whole_number(plan, "budget_bytes"),
         peak,
         tuple(sorted(allocations, key=lambda each: -each[1])),
     )

@@ -53,9 +53,12 @@ def write_html(path: Path, text: str, option: str) -> None:
             f"{path} cannot be written: {errno_text(code)}; set {option} to another file.", code, path
         ) from None
     finally:
+        # After a failure half a page may be left.
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
 
 
 def _percent(value: float, whole: float) -> float:
-    return round(min(100.0, 100 * value / whole), 2) if whole else 0.0
+    if not whole:
+        return 0.0
+    return round(min(100.0, 100 * value / whole), 2)

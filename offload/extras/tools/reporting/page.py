@@ -75,7 +75,9 @@ class RunView:
         progress = counted(num_done, "step")
         if num_requested is not None and num_requested != num_done:
             progress = f"{num_done:,} of {num_requested:,} steps"
-        return progress + ("; still going" if self.run.is_running else "")
+        if self.run.is_running:
+            progress += "; still going"
+        return progress
 
     @property
     def median(self) -> StepView | None:
@@ -94,7 +96,9 @@ class RunView:
     def lane_plan(self) -> Mapping[str, Any]:
         """Planned seconds per lane; empty: not in the plan."""
         seconds = self.figures.planned.get("lane_seconds")
-        return seconds if isinstance(seconds, Mapping) else {}
+        if not isinstance(seconds, Mapping):  # a damaged plan.json
+            return {}
+        return seconds
 
     @property
     def binds(self) -> str:
@@ -143,8 +147,9 @@ def as_json(views: Sequence[RunView]) -> dict[str, Any]:
             figures["binding"]["times_limit"] = binding.times_limit
         for name in ("median", "slowest"):
             step: StepFigure | None = getattr(view.figures, name)
-            if step is not None:
-                figures[name]["shown"] = None if step.shown is None else step.shown.number
+            if step is not None and step.shown is not None:
+                # The number alone: the trace file has the spans.
+                figures[name]["shown"] = step.shown.number
         runs.append({**about, **figures, "advice": [dataclasses.asdict(each) for each in view.advice]})
     return {"runs": runs}
 
@@ -156,7 +161,10 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     """
     if len(views) > MOST_RUNS:
         raise ConfigError(f"{len(views)} runs are given, but a page can show at most {MOST_RUNS}; give fewer.")
-    path = out or views[0].run.path / ("report.html" if len(views) == 1 else "compare.html")
+    name = "report.html"
+    if len(views) > 1:
+        name = "compare.html"
+    path = out or views[0].run.path / name
     check_path(path, "--out")
     write_html(path, render(views), "--out")
     return path
@@ -181,7 +189,9 @@ def _charts(views: Sequence[RunView]) -> Iterator[tuple[str, Markup, list[str]]]
 
 def _last(points: Sequence[tuple[int, float | None]]) -> str:
     values = [value for _, value in points if value is not None]
-    return count_text(values[-1]) if values else ""
+    if not values:
+        return ""
+    return count_text(values[-1])
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
@@ -193,22 +203,24 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     planned, rate = figures.planned, figures.tokens_per_second
     of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
     if rate is not None:
-        tiles.append(("tokens a second", count_text(rate), _planned(of, count_text)))
+        tiles.append(("tokens a second", count_text(rate), _compared("plan", of, count_text)))
     if rate is not None and of and mfu is not None:  # a token has the same FLOPs in the plan
         tiles.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")
-        tiles.append(("median step", seconds_text(figures.median.seconds), _planned(of, seconds_text)))
+        tiles.append(("median step", seconds_text(figures.median.seconds), _compared("plan", of, seconds_text)))
     for tier in figures.tiers:
         if tier.name in ("device", "cpu") and tier.peak_bytes is not None:
-            budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
+            budget = _compared("of", tier.budget_bytes, format_bytes)
             tiles.append((f"{_TIERS[tier.name]}, peak", format_bytes(tier.peak_bytes), budget))
     return tiles
 
 
-def _planned(value: float | None, text_of: Callable[[float], str]) -> str:
-    """Return the comparison with a planned value; empty: the plan has none."""
-    return "" if value is None else f"plan {text_of(value)}"
+def _compared(word: str, value: float | None, text_of: Callable[[float], str]) -> str:
+    """Return the comparison with a planned value or a limit; empty: there is none."""
+    if value is None:
+        return ""
+    return f"{word} {text_of(value)}"
 
 
 def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = None) -> StepView | None:
@@ -273,4 +285,6 @@ def _differing(runs: Sequence[RunRecord]) -> list[str]:
 def _value_text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.endswith(("_memory", "_bytes")):
         return format_bytes(value)
-    return "none" if value is None else str(value)
+    if value is None:
+        return "none"
+    return str(value)

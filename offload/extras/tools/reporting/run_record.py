@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from offload.errors import ConfigError, counted, shorten
+from offload.errors import ConfigError, counted, shorten, unless_absent
 
 METRICS = "metrics.jsonl"
 _STEPS = "steps"
@@ -70,7 +70,7 @@ class RunRecord:
         `is_over`: the run has ended, whatever its processes do.
         """
         if not path.is_dir():
-            problem = "is a file" if path.exists() else "does not exist"
+            problem = unless_absent(path, "is a file")
             raise ConfigError(f"{path} {problem}; give the folder of a run, the --run.dir of train.")
         if not any((path / name).is_file() for name in (METRICS, "plan.json", "env.json")):
             raise ConfigError(
@@ -94,22 +94,37 @@ class RunRecord:
     def setting(self, key: str) -> Any:
         """Return the value of `section.field`; None: not in the configuration."""
         section, _, field = key.partition(".")
-        values = self.config.get(section)
-        return values.get(field) if isinstance(values, Mapping) else None
+        return value_at(self.config, section, field)
 
     def is_decided(self, key: str) -> bool:
         """Return True if the program decided the value: no advice then."""
         return key in self.decided
 
 
+def value_at(fields: Any, *keys: str) -> Any:
+    """Return the value at a key path; None: no such key, also in a damaged file."""
+    for key in keys:
+        if not isinstance(fields, Mapping):
+            return None
+        fields = fields.get(key)
+    return fields
+
+
 def number(fields: Any, *keys: str) -> float | None:
     """Return the finite number at a key path; None: no such number."""
-    for key in keys:
-        fields = fields.get(key) if isinstance(fields, Mapping) else None
+    value = value_at(fields, *keys)
     # In Python, true is a number.
-    if isinstance(fields, bool) or not isinstance(fields, int | float) or not math.isfinite(fields):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    return fields
+    return value
+
+
+def whole_number(fields: Any, *keys: str) -> int | None:
+    """Return the number at a key path as an integer; None: no such number."""
+    value = number(fields, *keys)
+    if value is None:
+        return None
+    return int(value)
 
 
 def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
@@ -144,6 +159,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     steps: dict[int, Mapping[str, Any]] = {}
     num_torn = 0
     try:
+        # A killed run may end its last line within a character.
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
@@ -155,8 +171,11 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
                     steps[fields["step"]] = fields
                 else:
                     num_torn += 1
-    except OSError as error:
-        notes.append(f"{path.name} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing.")
+        return ()
+    except OSError:
+        notes.append(f"{path.name} cannot be read.")
         return ()
     if num_torn:
         notes.append(f"{path.name}: {counted(num_torn, 'line')} left out as unreadable, perhaps from a killed run.")
@@ -206,7 +225,7 @@ def _runs(env: Mapping[str, Any], path: Path) -> bool:
             # A later process may have got the same number.
             if process.create_time() <= written and process.status() != psutil.STATUS_ZOMBIE:
                 return True
-        except (psutil.Error, TypeError, ValueError):
+        except (psutil.Error, TypeError, ValueError):  # it has ended, or env.json is damaged
             continue
     return False
 
@@ -229,4 +248,6 @@ def count_text(value: float) -> str:
     """Return a number in at most four digits, with thousands separators: 0.6377, 6.29, 5,309, 6.83e-06."""
     if value and not 1e-3 <= abs(value) < 1e9:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -52,7 +52,7 @@ def _gaps(spans: Sequence[TraceSpan], seconds: float) -> list[tuple[float, float
     for span in sorted(spans, key=lambda span: span.begin):
         if span.begin - now > _IDLE * seconds:
             gaps.append((now, span.begin))
-        now = max(now, span.end)
+        now = max(now, span.end)  # spans may lie within one another
     if seconds - now > _IDLE * seconds:
         gaps.append((now, seconds))
     return gaps
@@ -63,10 +63,12 @@ def _bars(spans: Sequence[TraceSpan], gaps: Sequence[tuple[float, float]], secon
     for span in spans:
         title = f"{span.name}: {seconds_text(span.end - span.begin)}"
         if span.lane == COMPUTE:
-            pass_name = span.name.partition(" ")[0]
-            parts.append((span.begin, span.end, pass_name if pass_name in _PASSES else "exposed", title))
+            bar_class = span.name.partition(" ")[0]
+            if bar_class not in _PASSES:
+                bar_class = "exposed"
+            parts.append((span.begin, span.end, bar_class, title))
         else:
-            parts += [(begin, end, bar_class, title) for begin, end, bar_class in _cut(span, gaps)]
+            parts += [(begin, end, kind, title) for begin, end, kind in _cut(span, gaps)]
     return tuple(
         Bar(
             round(100 * begin / seconds, 3),
