@@ -192,7 +192,10 @@ def open_comm(
     if environ is None:
         environ = os.environ
     exists = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if exists else _read_environment(environ)
+    if exists:
+        size = dist.get_world_size()
+    else:
+        size = _read_environment(environ)
     if size == 1:
         return Comm()
     if not dist.is_available():
@@ -203,21 +206,24 @@ def open_comm(
         environ = {**environ, "LOCAL_RANK": str(dist.get_rank() % num_devices)}
     accelerator = own_accelerator(device, environ)
     torch_device = device_of(accelerator)
-    backend = None if accelerator is None else accelerator.backend
-    comm_class: type[Ranks] = StagedRanks
-    if accelerator is None:
-        comm_class = Ranks
-    elif backend:
-        comm_class = DeviceRanks
+    comm_class: type[Ranks] = Ranks
+    default_backend: str | None = "gloo"  # for the caller's code
+    if accelerator is not None:
+        comm_class = StagedRanks
+        if accelerator.backend:
+            comm_class = DeviceRanks
+            default_backend = None  # all backends
     start_time = time.monotonic()
     try:
         start = timedelta(seconds=times.start_s)
-        rank, store = (dist.get_rank(), None) if exists else _meet(environ, start)
         host = environ.get("MASTER_ADDR") or socket.gethostname()
-        address = address_toward(host) if store is None else own_address(store, rank, size, host)
+        if exists:
+            address = address_toward(host)
+        else:
+            rank, store = _meet(environ, start)
+            address = own_address(store, rank, size, host)
         with gloo_over(address):  # gloo reads the interface whenever a group is made
-            if store is not None:
-                default_backend = None if backend else "gloo"  # backend for caller code; None: all backends
+            if not exists:
                 dist.init_process_group(default_backend, store=store, rank=rank, world_size=size, timeout=start)
             return comm_class(torch_device, times, not exists, address, local)
     except OffloadError:
@@ -307,7 +313,9 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
     if not present:
         return None
     if len(present) == 1:
-        other = size if present[0] == rank else rank
+        other = rank
+        if present[0] == rank:
+            other = size
         raise ConfigError(
             f"{present[0]} is {environ[present[0]]}, and {other} is not set: start with torchrun, or unset "
             f"{present[0]}."

@@ -23,8 +23,9 @@ def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
             expected = _flatten(values[reference])
             keys = [key for key in {**expected, **own} if own.get(key, _UNSET) != expected.get(key, _UNSET)]
             listed = "; ".join(f"{key}{_show(own, key)} instead of {_show(expected, key).strip()}" for key in keys[:8])
-            more = f"; and {len(keys) - 8} more" if len(keys) > 8 else ""
-            parts.append(f"{_names(ranks)}: {listed}{more}")
+            if len(keys) > 8:
+                listed += f"; and {len(keys) - 8} more"
+            parts.append(f"{_names(ranks)}: {listed}")
     return f"{name} must be the same on all ranks, but differs from {same} on {', and on '.join(parts)}."
 
 
@@ -32,11 +33,13 @@ _UNSET = object()
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _show(values: Mapping[str, Any], key: str) -> str:
-    text = repr(values[key]) if key in values else "nothing"
+    text = "nothing"
+    if key in values:
+        text = repr(values[key])
     if len(text) > 80:
         text = text[:77] + "..."
     if key:

@@ -130,7 +130,9 @@ class CollectiveQueue:
         self.group, self.back_group = (make_group(groups, "gloo", timeout) for _ in range(2))
         """Two groups have two connections: exchanges in both directions do not wait for each other."""
         self.lock = threading.Lock()
-        among = None if groups is None else frozenset(dist.get_process_group_ranks(self.group))
+        among = None  # all ranks
+        if groups is not None:
+            among = frozenset(dist.get_process_group_ranks(self.group))
         self.position = Position(among=among)
 
 
@@ -347,7 +349,9 @@ class Ranks(Comm):
 
     def sum_in_order(self, values: Any, operation: str) -> Any:
         of_device = isinstance(values, torch.Tensor)
-        own = values if of_device else torch.tensor([float(value) for value in values], dtype=torch.float64)
+        own = values
+        if not of_device:
+            own = torch.tensor([float(value) for value in values], dtype=torch.float64)
         if own.dtype != torch.float64:
             raise ValueError(f"{operation}: {own.dtype}; only float64 can be summed.")
         first, *others = self._collect(own, operation, of_device)
@@ -360,11 +364,13 @@ class Ranks(Comm):
 
     def _collect(self, own: torch.Tensor, operation: str, of_device: bool = False) -> torch.Tensor:
         """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
-        queue = None if of_device else self._values
+        queue = self._values
+        if of_device:
+            queue = self._tensors
         full = own.new_empty(self.size * own.numel())
         with self._exchange(operation, full.numel(), queue):
             pieces_of(full, self.size)[self.rank].copy_(own)
-            self._gather(full, queue or self._tensors)
+            self._gather(full, queue)
         return full.view(self.size, -1)
 
     def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
@@ -493,8 +499,9 @@ class Ranks(Comm):
         if self._watch.is_over:
             return
         atexit.unregister(self._at_exit)
-        # destroyed groups are destroyed on all ranks, so there is no error to report
-        self._watch.end(error if self.is_alive else None)
+        if not self.is_alive:  # destroyed groups are destroyed on all ranks, so there is no error to report
+            error = None
+        self._watch.end(error)
         if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # after an error too: a gloo group alive at interpreter exit may abort the process
@@ -512,7 +519,10 @@ class Ranks(Comm):
 
     def _destroy(self) -> None:
         if self.is_alive:
-            for group in (None,) if self._owns_default else self._groups():
+            groups = self._groups()
+            if self._owns_default:
+                groups = [None]  # the default group, and all others with it
+            for group in groups:
                 dist.destroy_process_group(group)
         # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
         # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
@@ -533,7 +543,9 @@ class _Chunks:
         self._rank = rank
         size = len(pieces)
         dtype = pieces[0].dtype
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of sums
+        self._dtype = torch.float32  # of sums: terms in bf16 would lose bits
+        if dtype == torch.float64:
+            self._dtype = dtype
         self._block, self._record_bytes = self._unit(dtype)
 
         # As many elements as fit, with all slots and sums.
@@ -603,8 +615,9 @@ class _CodedChunks(_Chunks):
         return received, sent
 
     def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:
-        own = self._pieces[self._rank][part]  # exact: only terms from other ranks are quantized
-        return [own if rank == self._rank else records for rank, records in enumerate(received)]
+        terms = [*received]
+        terms[self._rank] = self._pieces[self._rank][part]  # exact: only terms from other ranks are quantized
+        return terms
 
     def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         if term.dtype != torch.uint8:

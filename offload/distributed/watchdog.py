@@ -349,7 +349,9 @@ class Watchdog:
 
     def _leave(self) -> NoReturn:
         """Exit with 1, like Python, after an uncaught exception; otherwise with the recorded code."""
-        os._exit(1 if hasattr(sys, "last_value") else self._exit_code)
+        if hasattr(sys, "last_value"):
+            os._exit(1)
+        os._exit(self._exit_code)
 
 
 def _clean_up() -> None:
@@ -369,7 +371,9 @@ def connect(
 
     hosts: address of each rank. gather: returns the values of all ranks, in rank order.
     """
-    family = socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in hosts[rank]:
+        family = socket.AF_INET6
     with socket.create_server((hosts[rank], 0), backlog=len(hosts), family=family) as server:
         endpoints = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
         token = endpoints[0][1]  # unique for this run, to reject other processes

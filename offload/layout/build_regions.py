@@ -39,7 +39,7 @@ def build_regions(
     users: dict[Piece, list[str]] = {}
     for unit, unit_parameters in units.items():
         # A unit may have a parameter under two names.
-        for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in unit_parameters):
+        for piece in dict.fromkeys(_as_piece(entry, parameters) for entry in unit_parameters):
             users.setdefault(piece, []).append(unit)
     # One region for all pieces that are copied, stored and updated alike.
     groups: dict[tuple, list[Piece]] = {}
@@ -106,6 +106,12 @@ def build_regions(
             )
         )
     return tuple(regions)
+
+
+def _as_piece(entry: int | Piece, parameters: Sequence[ParameterInfo]) -> Piece:
+    if isinstance(entry, Piece):
+        return entry
+    return Piece.whole(parameters[entry])
 
 
 def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT, block: int = 1) -> int:

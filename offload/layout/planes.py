@@ -102,7 +102,9 @@ class Factor:
     def numel(self, shape: Sequence[int]) -> int:
         """Return the number of elements in this plane for a parameter with `shape`."""
         if len(shape) < 2:
-            return math.prod(shape) if self.along == "elements" else 0
+            if self.along != "elements":
+                return 0
+            return math.prod(shape)
         # Dimensions in front count matrices, and each matrix has separate factors.
         left_out = {"rows": -1, "columns": -2}.get(self.along)  # the dimension without elements of its own
         if left_out is None:

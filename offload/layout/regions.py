@@ -163,9 +163,9 @@ class Region:
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
         """Existing planes: all for a trainable region, the master weights for a frozen one."""
-        absent = set() if self.has_low else {"low"}
+        present = [p for p in self.table if self.has_low or p.name != "low"]
         # A frozen region is never updated: no moments, no gradients.
-        return tuple(p for p in self.table if p.name not in absent and (self.trainable or p.name in MASTER))
+        return tuple(p for p in present if self.trainable or p.name in MASTER)
 
     @cached_property
     def states(self) -> tuple[Plane, ...]:
@@ -201,7 +201,9 @@ class Region:
     @cached_property
     def travelling(self) -> Plane:
         """Plane for H2D copies and for the gather among ranks."""
-        return self.plane(CODES if CODES in self.by_name else "weights")
+        if CODES in self.by_name:
+            return self.plane(CODES)
+        return self.plane("weights")
 
     @cached_property
     def travelling_bytes(self) -> int:

@@ -53,9 +53,9 @@ class Sharding:
     def owner(self) -> int:
         """Index in `ranges`: the update range for this rank."""
         if self.gathers:
-            # With shared states the ranks at one position divide their weights: a range for each replica.
-            number = self.replica if self.spreads else 0
-            return self.partners[number]
+            if self.spreads:  # the ranks at one position divide their weights: a range for each replica
+                return self.partners[self.replica]
+            return self.partners[0]
         if self.stage:
             return self.rank
         return 0

@@ -61,6 +61,13 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
     return address, num_elements, dtype_name != "float32"
 
 
+def address_of(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> int:
+    """Return the address of a CPU array, checked as by `flat`; 0, the null pointer of C++, for None."""
+    if array is None:
+        return 0
+    return flat(name, array, allowed, length)[0]
+
+
 def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
     """Return (address, number of bytes) for a CPU array with any dtype. `writable`: the array must not be read-only.
 
@@ -101,22 +108,31 @@ def tensor(
     import torch
 
     dtype_name = _check_dtype(name, array, allowed)
-    is_tensor = isinstance(array, torch.Tensor)
-    contiguous = array.is_contiguous() if is_tensor else array.flags.c_contiguous
-    if not contiguous:
+    if not _is_contiguous(array):  # before `from_numpy`, which refuses some strides in other words
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
-    result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
-    if dtype_name in FP32_OR_BF16 - FP32:  # numpy has the bits of bfloat16 as integers
-        result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
+    if not isinstance(array, torch.Tensor):
+        array = torch.from_numpy(array)
+    result: torch.Tensor = array.detach().view(-1)  # autograd would refuse a change in place
+    if allowed is BITS16:
+        result = result.view(torch.int16)
+    elif dtype_name in FP32_OR_BF16 - FP32:  # numpy has the bits of bfloat16 as integers
+        result = result.view(torch.bfloat16)
     if like is not None and result.device != like.device:
         raise ConfigError(
             f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device."
         )
     if like is not None:
-        expected = like.numel() if length is None else length
-        if result.numel() != expected:
-            raise _wrong_length(name, result.numel(), expected)
+        if length is None:
+            length = like.numel()
+        if result.numel() != length:
+            raise _wrong_length(name, result.numel(), length)
     return result
+
+
+def _is_contiguous(array: Any) -> bool:
+    if hasattr(array, "data_ptr"):
+        return array.is_contiguous()
+    return array.flags.c_contiguous
 
 
 def _wrong_length(name: str, num_elements: int, expected: int) -> ConfigError:
@@ -142,8 +158,8 @@ def empty_like(array: Any, dtype_name: str) -> Any:
         return torch.empty(array.shape, dtype=getattr(torch, dtype_name), device=array.device)
     import numpy
 
-    numpy_name = "uint16" if dtype_name == "bfloat16" else dtype_name
-    return numpy.empty(array.shape, dtype=numpy_name)
+    numpy_names = {"bfloat16": "uint16"}  # numpy has no bfloat16: the bits
+    return numpy.empty(array.shape, dtype=numpy_names.get(dtype_name, dtype_name))
 
 
 def _check_dtype(name: str, array: Any, allowed: frozenset[str]) -> str | None:

@@ -47,9 +47,15 @@ class KernelVariant(NamedTuple):
     def program(self) -> Program:
         """The program of this variant."""
         file, scalars, rules, of_rounded = _RULES[self.function]
-        rule = rules[self.num_moments] if self.states == "fp32" else of_rounded
-        master = "SplitMaster" if self.is_split else "WholeMaster"
-        gradient = "uint16_t" if self.has_short_gradients else "float"
+        rule = of_rounded
+        if self.states == "fp32":
+            rule = rules[self.num_moments]
+        master = "WholeMaster"
+        if self.is_split:
+            master = "SplitMaster"
+        gradient = "float"
+        if self.has_short_gradients:
+            gradient = "uint16_t"
         arguments = (
             f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
         )
@@ -76,16 +82,18 @@ def update(function: str, states: str, arguments: Arguments, on_host: Callable[.
 def _launch(launch: Launch, arguments: Arguments) -> Tensor:
     master, lo, moments, grad, scalars, (key, step, element) = arguments
     count = torch.zeros((), dtype=torch.int64, device=master.device)
-    if not master.numel():
+    if not master.numel():  # a launch without blocks is an error of the driver
         return count
+    if lo is None:
+        lo = master  # in places unused by the kernel, which takes all arguments in any variant
     pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
-    pairs += [(master, master)] * (2 - len(pairs))  # unused by the kernel
+    pairs += [(master, master)] * (2 - len(pairs))
     values, scales = zip(*pairs, strict=True)
     # The kernel takes 32-bit words: a 64-bit number is passed in halves.
     halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
     numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
     padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
-    passed = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
+    passed = [master, lo, *values, *scales, grad, count, *numbers, *padded]
     launch(-(-master.numel() // _EACH), passed)
     return count
 
@@ -115,15 +123,17 @@ def _find_difference(
             exact = exact.bfloat16()
         return (exact,)
 
-    halves = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
-    split(weight, *halves)
-    host_arrays = [halves if variant.is_split else (weight,), *map(stored, (m, v)[: variant.num_moments])]
+    master: tuple[Tensor, ...] = (weight,)
+    if variant.is_split:
+        master = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
+        split(weight, *master)
+    host_arrays = [master, *map(stored, (m, v)[: variant.num_moments])]
     device_arrays = [tuple(part.to(device, copy=True) for part in each) for each in host_arrays]
     scalars = (0.75, 0.5, 0.1, 0.9, 0.3, 0.25, 1e-3, -1e-2)[:num_scalars]
     rounding_key = (2**63 + 12345, 7, 5 * BLOCK)
     (whole, *low), *moments = device_arrays
     of_device = [as_argument(each) for each in moments]
-    arguments = Arguments(whole, low[0] if low else None, of_device, grad.to(device), scalars, rounding_key)
+    arguments = Arguments(whole, next(iter(low), None), of_device, grad.to(device), scalars, rounding_key)
     num_nonfinite = _launch(launch, arguments)
     host_moments = {str(index): as_argument(each) for index, each in enumerate(host_arrays[1:])}
     expected = on_host(

@@ -215,7 +215,9 @@ class IoEngine:
             self.registered_bytes += registered_bytes
         if code:
             missing = format_bytes(num_bytes - registered_bytes)
-            why = f"this user {_locked_memory()}" if code == errno.ENOMEM else errno_text(code)
+            why = errno_text(code)
+            if code == errno.ENOMEM:  # not a lack of memory: the limit on locked memory
+                why = f"this user {_locked_memory()}"
             self.why_unregistered = (
                 f"{missing} of memory are not registered with the kernel, which costs some CPU time: {why}"
             )
@@ -249,7 +251,7 @@ class IoEngine:
             file.fd = -1
         self._files.clear()
         self._registered.clear()
-        if os.getpid() == self._process:
+        if os.getpid() == self._process:  # a forked child cannot wait for the parent's transfers
             wait_for_all(unseen)
 
     def __enter__(self) -> IoEngine:
@@ -261,7 +263,7 @@ class IoEngine:
         try:
             self.close()
         except DiskError:
-            if error_class is None:
+            if error_class is None:  # an error from inside came first, and says more
                 raise
 
     def __del__(self) -> None:  # runs before the arrays of pending transfers are freed
@@ -356,7 +358,10 @@ def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: i
     bytes moved).
     """
     view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
-    call = os.pwritev if is_write else os.preadv
+    call: Callable[..., int] = os.preadv
+    at_end = _END_OF_FILE
+    if is_write:
+        call, at_end = os.pwritev, errno.EIO  # the file would grow
     moved = resume = 0
     while moved < num_bytes:
         try:
@@ -370,7 +375,7 @@ def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: i
                 continue
             return error.errno or errno.EIO, moved
         if resume + count <= moved:  # nothing beyond the repeated bytes
-            return (errno.EIO if is_write else _END_OF_FILE), moved
+            return at_end, moved
         moved = resume = resume + count
     return 0, moved
 
@@ -387,8 +392,9 @@ def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend
         backend, code = _core.io_engine(name == "io_uring", depth, block_bytes)
         if backend is not None:
             return name, "; ".join(refusals.values()), backend
-        limit = f"; this user {_locked_memory()}" if code == errno.ENOMEM else ""
-        refusals[name] = f"the system refuses {name}: {errno_text(code)}{limit}"
+        refusals[name] = f"the system refuses {name}: {errno_text(code)}"
+        if code == errno.ENOMEM:
+            refusals[name] += f"; this user {_locked_memory()}"
     raise ConfigError(f"the I/O engine {kind} does not work here: {'; '.join(refusals.values())}; use auto.")
 
 
@@ -419,7 +425,10 @@ _ADVICE: Mapping[int, str] = {
 
 def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, moved: int) -> DiskError:
     path = ticket.file.path
-    transfer = f"the {'write' if ticket.is_write else 'read'} of {num_bytes} bytes at offset {offset} of {path}"
+    verb = "read"
+    if ticket.is_write:
+        verb = "write"
+    transfer = f"the {verb} of {num_bytes} bytes at offset {offset} of {path}"
     if code == _END_OF_FILE:
         message = (
             f"{transfer} reached the end of the file after {moved} bytes: another program has truncated or replaced "
@@ -450,13 +459,16 @@ def because(code: int, path: Path) -> str:
     """Return the reason for a failure with `path`, as the end of a sentence: the system's words, the free bytes of a
     full disk, and advice.
     """
-    free = _free_text(path) if code == errno.ENOSPC else ""
-    advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-    return f": {errno_text(code)}{free}{advice}."
+    text = errno_text(code)
+    if code == errno.ENOSPC:
+        text += _free_text(path)
+    if code in _ADVICE:
+        text += f"; {_ADVICE[code]}"
+    return f": {text}."
 
 
 def _free_text(path: Path) -> str:
-    for place in (path, *path.parents):
+    for place in (path, *path.parents):  # the file may not exist, when its opening failed
         with contextlib.suppress(OSError):
             status = os.statvfs(place)
             return f", with {format_bytes(status.f_bavail * status.f_frsize)} free"
@@ -467,6 +479,7 @@ def _locked_memory() -> str:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return (
-        f"may lock {'any amount' if limit == resource.RLIM_INFINITY else format_bytes(limit)} of memory (`ulimit -l`)"
-    )
+    amount = "any amount"
+    if limit != resource.RLIM_INFINITY:
+        amount = format_bytes(limit)
+    return f"may lock {amount} of memory (`ulimit -l`)"

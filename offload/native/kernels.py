@@ -24,6 +24,7 @@ from offload.native.arrays import (
     FP32_OR_BF16,
     INT32,
     UINT8,
+    address_of,
     dtype_of,
     empty_like,
     flat,
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
     A = TypeVar("A", torch.Tensor, numpy.ndarray[Any, Any])
 
 _ISA_NUMBERS = {"avx512": 0, "avx2": 1, "scalar": 2}  # enum Isa in csrc/cpu.h
-_isas: tuple[str, ...] = tuple(_core.supported_isas()) if _core else ()
-_default_isa_number = _ISA_NUMBERS[_isas[0]] if _isas else -1
+_isas: tuple[str, ...] = ()
+_default_isa_number = -1
+if _core:
+    _isas = tuple(_core.supported_isas())
+    _default_isa_number = _ISA_NUMBERS[_isas[0]]
 _threads = 0  # 0: not set; first use looks up the number of physical cores
 
 
@@ -58,7 +62,9 @@ def available_isas() -> tuple[str, ...]:
 
 def default_isa() -> str:
     """Return the instruction set for `isa=None`; "torch" without C++."""
-    return _isas[0] if _isas else "torch"
+    if not _isas:
+        return "torch"
+    return _isas[0]
 
 
 def num_threads() -> int:
@@ -69,7 +75,7 @@ def num_threads() -> int:
     if _core is None:
         import torch
 
-        return torch.get_num_threads()
+        return torch.get_num_threads()  # torch computes then
     if _threads == 0:
         _threads = _core.physical_cores()
     return _threads
@@ -78,7 +84,9 @@ def num_threads() -> int:
 def set_threads(threads: int | None) -> None:
     """Set the default number of threads, at least 1. None: number of physical cores."""
     global _threads
-    _threads = 0 if threads is None else _execution(threads, None)[0]
+    if threads is not None:
+        _execution(threads, None)  # raises before the number changes
+    _threads = threads or 0
 
 
 def describe() -> dict[str, Any]:
@@ -236,6 +244,7 @@ def lion(
     """
     _check_settings(step, lr, betas, weight_decay=weight_decay, grad_scale=grad_scale)
     beta1, beta2 = betas
+    # Differences in double precision, as in `adamw`: 1 - beta2 in float32 would lose digits.
     scalars = (grad_scale, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)
     return _update("lion", master, {"exp_avg": exp_avg}, grad, scalars, threads, isa, (key, step, element))
 
@@ -308,16 +317,19 @@ def split(
     Ties to even would not be reversible, because 16 bits cannot distinguish +0x8000 from -0x8000. A NaN may appear as
     zero in hi.
     """
-    hi, lo = (empty_like(master, "bfloat16"), empty_like(master, "int16")) if out is None else out
+    if out is None:
+        out = empty_like(master, "bfloat16"), empty_like(master, "int16")
+    hi, lo = out
     _call("split", [("master", master, FP32), ("hi", hi, BF16), ("lo", lo, BITS16)], threads, isa)
-    return hi, lo
+    return out
 
 
 def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
     """Return the float32 master, new or `out`, from hi (bfloat16) and lo (int16)."""
-    master = empty_like(hi, "float32") if out is None else out
-    _call("join", [("hi", hi, BF16), ("lo", lo, BITS16), ("out", master, FP32)], threads, isa)
-    return master
+    if out is None:
+        out = empty_like(hi, "float32")
+    _call("join", [("hi", hi, BF16), ("lo", lo, BITS16), ("out", out, FP32)], threads, isa)
+    return out
 
 
 def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> float:
@@ -334,7 +346,9 @@ def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str 
     `out` has the same dtype and length; the copy preserves all bits, also in a NaN. Small arrays take a few
     microseconds and wake no thread. Waits for the device if the arrays are on one.
     """
-    alike = FP32 if dtype_of("source", source) == "float32" else BF16
+    alike = BF16  # a copy without conversion
+    if dtype_of("source", source) == "float32":
+        alike = FP32
     return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))
 
 
@@ -441,9 +455,11 @@ def _update(
     for moment_name, moment in moments.items():
         if isinstance(moment, tuple):
             state_dtypes.append("int8")
+        elif dtype_of(moment_name, moment) in BF16:
+            state_dtypes.append("bf16")
         else:
-            state_dtypes.append("bf16" if dtype_of(moment_name, moment) in BF16 else "fp32")
-    states = state_dtypes[0] if state_dtypes else "fp32"
+            state_dtypes.append("fp32")
+    states = next(iter(state_dtypes), "fp32")
     if state_dtypes.count(states) < len(state_dtypes):
         raise ConfigError(
             f"{' and '.join(moments)} are {' and '.join(sorted({*state_dtypes}))}; they must have the same dtype."
@@ -452,7 +468,9 @@ def _update(
         from offload.native import device_update, torch_fallback
 
         first = tensor(name, weights, dtypes)
-        low = None if lo is None else tensor("lo", lo, BITS16, first)
+        low = None
+        if lo is not None:
+            low = tensor("lo", lo, BITS16, first)
         blocks = -(-first.numel() // BLOCK)
         checked: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
         for name, moment in moments.items():
@@ -468,17 +486,19 @@ def _update(
             count = device_update.update(function, states, arguments, _update)
         if count is None:  # a rule or a device without a kernel of its own
             count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
-        return int(count) if on_cpu(weights) else count
+        if on_cpu(weights):
+            return int(count)
+        return count  # a tensor: a number would make the host wait for the device
     # Every array is checked before the call, so an invalid one changes nothing.
     address, n, _ = flat(name, weights, dtypes)
-    low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
+    low_address = address_of("lo", lo, BITS16, n)
     addresses = []
     for name, moment in moments.items():
         if isinstance(moment, tuple):
-            addresses.append(flat(name, moment[0], UINT8, n)[0])
-            addresses.append(flat(f"{name} scale", moment[1], FP32, -(-n // BLOCK))[0])
+            addresses.append(address_of(name, moment[0], UINT8, n))
+            addresses.append(address_of(f"{name} scale", moment[1], FP32, -(-n // BLOCK)))
         else:
-            addresses.append(flat(name, moment, _MOMENTS[states], n)[0])
+            addresses.append(address_of(name, moment, _MOMENTS[states], n))
     grad_address, _, is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
     execution = _execution(threads, isa)
     arrays = address, low_address, _STATES[states], addresses, grad_address, is_bf16, n
@@ -499,19 +519,18 @@ def _call(
     The C++ function takes addresses, bfloat16 flags for arrays with two allowed dtypes, and the length. The function in
     `torch_fallback` takes tensors.
     """
-    (name, array, allowed), *others = arrays
-    if _core is None or not on_cpu(array):
+    if _core is None or not on_cpu(arrays[0][1]):
         from offload.native import torch_fallback
 
-        first = tensor(name, array, allowed)
-        rest = [tensor(name, other, dtypes, first) for name, other, dtypes in others]
+        first = tensor(*arrays[0])
+        rest = [tensor(name, array, dtypes, first) for name, array, dtypes in arrays[1:]]
         return getattr(torch_fallback, function)(first, *rest)
     # All checks come before the call, as in `_update`.
-    address, n, is_bf16 = flat(name, array, allowed)
-    addresses = [address]
-    flags = [is_bf16] if allowed is FP32_OR_BF16 else []
-    for name, other, dtypes in others:
-        address, _, is_bf16 = flat(name, other, dtypes, n)
+    addresses = []
+    flags = []
+    n = -1  # the first array may have any length
+    for name, array, dtypes in arrays:
+        address, n, is_bf16 = flat(name, array, dtypes, n)
         addresses.append(address)
         if dtypes is FP32_OR_BF16:
             flags.append(is_bf16)
@@ -557,7 +576,9 @@ def _execution(threads: int | None, isa: str | None) -> tuple[int, int]:
     if isa is None:
         return threads, _default_isa_number
     if isa not in _isas:
-        why = "this processor or build does not have it" if isa in _ISA_NUMBERS else "no such instruction set is known"
+        why = "no such instruction set is known"
+        if isa in _ISA_NUMBERS:
+            why = "this processor or build does not have it"
         raise ConfigError(
             f"isa is {isa!r}, but {why}{nearest(str(isa), _isas)}; it must be one of {', '.join(_isas)}, or None."
         )

@@ -69,6 +69,11 @@ def random_halves(
     return torch.cat([halves & 0xFFFF, (halves >> 16) & 0xFFFF], 1).view(-1)[:num_elements]
 
 
+_SIGNED = 256, 128, 1, 2
+_UNSIGNED = 255, 255, 2, 1
+"""Of a map: divisor of the largest rank, codes of a sign, numbers on the lowest level, ranks from code to code."""
+
+
 @cache
 def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the map tables, like make_map in csrc/moments.inl.
@@ -78,19 +83,25 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """
     numbers = torch.zeros(2, 8, dtype=torch.float64)
     places = torch.zeros(3, 8, dtype=torch.float64)
-    numbers[0, 7] = 1 / (256 if is_signed else 255)
-    numbers[1, 7] = 0 if is_signed else -numbers[0, 7].float().double()
-    places[0, 0] = places[2, 0] = (128 if is_signed else 255) + 0.5
+    divisor, num_codes, num_lowest, rank_step = _UNSIGNED
+    if is_signed:
+        divisor, num_codes, num_lowest, rank_step = _SIGNED
+    numbers[0, 7] = 1 / divisor
+    if not is_signed:
+        numbers[1, 7] = -numbers[0, 7].float().double()
+    places[0, 0] = places[2, 0] = num_codes + 0.5
     before = 0.0  # the largest number of the level below
     thresholds = []
     for level, unit in enumerate(_UNITS):
-        count = (1 if is_signed else 2) << level
+        count = num_lowest << level
         first = unit * (0.1 + 0.45 / count)
-        place = count if is_signed else count - 1
+        place = count
+        if not is_signed:
+            place -= 1
         thresholds.append((before + first) / 2 + _LEAST_SIZE)
         before = unit * (1 - 0.45 / count)
         step = unit * 0.9 / count
-        numbers[:, level] = torch.tensor([step / 2 if is_signed else step, first - count * step], dtype=torch.float64)
+        numbers[:, level] = torch.tensor([step / rank_step, first - count * step], dtype=torch.float64)
         if is_signed and level == 0:
             numbers[:, 0] = torch.tensor([first / 2, 0], dtype=torch.float64)
         places[:, (level + 1) % 8] = torch.tensor(
@@ -117,7 +128,11 @@ def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     """Decode codes (uint8 [n]) with block scales (fp32) to fp32 [n]."""
     numbers = _tables(is_signed, codes.device)[0]
     scale = scales.repeat_interleave(BLOCK)[: codes.numel()]
-    rank = codes.float().mul_(2).sub_(254) if is_signed else codes.float().add_(1)
+    rank = codes.float()
+    if is_signed:
+        rank.mul_(2).sub_(254)
+    else:
+        rank.add_(1)
     exponent = (rank.view(torch.int32) >> 23) & 7  # of the whole number: the level in the map
     begin = numbers[1][exponent].mul_(scale)
     if is_signed:

@@ -67,14 +67,14 @@ class RunTimeKernels:
         """
         if (device, program) not in self._found:
             self._found[device, program] = self._open(device, program, find_difference)
-        if device in self.refused:
+        if device in self.refused:  # by any program: one kernel with wrong bits makes the others doubtful
             return None
         return self._found[device, program]
 
     def _open(self, device: torch.device, program: Program, find_difference: Callable[[Launch], str]) -> Launch | None:
         try:
             kernel = open_accelerator(device).compile_kernel(*program)
-            if kernel is None:
+            if kernel is None:  # no failure, and no warning: this kind of device never has them
                 return None
             launch = partial(_launch, device, kernel)
             if difference := find_difference(launch):
@@ -93,6 +93,7 @@ class RunTimeKernels:
 
 def _launch(device: torch.device, kernel: Callable[..., None], num_threads: int, arguments: Sequence[Any]) -> None:
     accelerator = open_accelerator(device)
+    # A launch goes to the current device of the thread.
     with accelerator.module.device(device):
         grid = -(-num_threads // THREADS)
         kernel((grid, 1, 1), (THREADS, 1, 1), arguments, stream=accelerator.current_stream())

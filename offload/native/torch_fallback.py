@@ -50,7 +50,7 @@ def update(rule: _Rule, states: str, arguments: Arguments) -> Tensor:
     if states != "fp32":
         rule = _OF_ROUNDED.get(rule, rule)
     for part in _parts(master, _BYTES_AN_ELEMENT[states]):
-        weight = master[part] if lo is None else join(master[part], lo[part])
+        weight = widened(master, lo, part)
         blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
         wide = []
         for index, moment in enumerate(moments):
@@ -201,7 +201,9 @@ def _scalar(value: float, like: Tensor) -> Tensor:
 
 def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
     """Yield array slices, sized by their temporary memory."""
-    size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
+    size = SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
+    if master.device.type == "cpu":
+        size = _CHUNK
     for begin in range(0, master.numel(), size):
         yield slice(begin, min(begin + size, master.numel()))
 
@@ -226,6 +228,13 @@ def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         return joined
     return out.copy_(joined)
+
+
+def widened(master: Tensor, lo: Tensor | None, part: slice) -> Tensor:
+    """Return a part of weights as float32: the halves joined, or without `lo` the stored weights (no copy of fp32)."""
+    if lo is None:
+        return master[part].float()
+    return join(master[part], lo[part])
 
 
 def sum_squares(x: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class AcceleratorDevice:
         self.torch_device = accelerator.device
         self._module = accelerator.module  # torch's module for this kind of device
         self.autocast_type = self.torch_device.type
-        self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
+        self.pinning: Pinning | None = None
+        if accelerator.can_register:
+            self.pinning = Pinning(accelerator)
         self._staging = _Staging()
         accelerator.enter()
         if ledger.budget_bytes is None:
@@ -80,7 +82,7 @@ class AcceleratorDevice:
         accelerator.take_peak()  # reset: earlier peaks belong to others
         unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
         self._unbound = weakref.finalize(self, unbound)  # runs without close() too
-        self._unbound.atexit = False
+        self._unbound.atexit = False  # the limit ends with the process in any case
 
     def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
         return memory.data_ptr()
@@ -157,8 +159,9 @@ class AcceleratorDevice:
         pieces = values.reshape(-1).split(_STAGED_BYTES // values.itemsize)
         wait = self.copy_to_host(pieces[0])
         for number, target in enumerate(host_values.view(-1).split(_STAGED_BYTES // values.itemsize), 1):
-            # One copy ahead: the link is busy while the host unstages.
-            ahead = self.copy_to_host(pieces[number]) if number < len(pieces) else wait
+            ahead = wait
+            if number < len(pieces):  # one copy ahead: the link is busy while the host unstages
+                ahead = self.copy_to_host(pieces[number])
             target.copy_(wait())
             wait = ahead
         return host_values

@@ -71,7 +71,8 @@ class Counters:
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
         """Add to a counter. `is_ahead`: for the next step."""
-        name = f"next_{name}" if is_ahead else name
+        if is_ahead:
+            name = f"next_{name}"
         setattr(self, name, getattr(self, name) + amount)
 
     def clear(self) -> None:
@@ -84,7 +85,7 @@ class Counters:
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Restore all counters when this context ends."""
-        before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
+        before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}  # text, as in `clear`
         try:
             yield
         finally:
@@ -144,7 +145,7 @@ class Ledger:
         if self.budget_bytes is not None and total > self.budget_bytes:
             self.make_room()  # loans end only under need
             total = self.current_bytes + num_bytes
-        if self.budget_bytes is not None and total > self.budget_bytes:
+        if self.budget_bytes is not None and total > self.budget_bytes:  # loans did not suffice
             short = total - self.budget_bytes
             allocations = (
                 ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"

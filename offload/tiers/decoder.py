@@ -30,8 +30,9 @@ class Decoder:
         regions = list(regions)
         self._device = device
         num_bytes = decoding_bytes(regions)
-        nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        if num_bytes:
+            self._workspace = device.allocate(DECODING, num_bytes)
         # codecs without tables may share the workspace with another codec
         tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
         self._table_bytes = len(tables)
@@ -42,7 +43,9 @@ class Decoder:
     def decode(self, region: Region, weights: torch.Tensor) -> None:
         """Decode a region's flat weights."""
         assert isinstance(region.travels, QuantizedCodec)
-        begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
+        begin = self._table_bytes  # keep another codec's tables
+        if len(region.travels.tables):
+            begin = 0
         region.travels.decode(region.stored_view(weights), weights, self._workspace[begin:])
         for used in (weights, self._workspace):
             self._device.lend(used)
@@ -50,8 +53,10 @@ class Decoder:
     def moved_bytes(self, region: Region) -> int:
         """Return the device memory traffic during decoding, in bytes."""
         assert isinstance(region.travels, QuantizedCodec)
-        between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
-        return region.travelling_bytes + region.weight_bytes + between
+        num_bytes = region.travelling_bytes + region.weight_bytes
+        if not self._device.decodes_at_once:  # torch operations write and read results between
+            num_bytes += region.travels.between_bytes * region.numel
+        return num_bytes
 
     def close(self) -> None:
         """Free the workspace."""

@@ -113,9 +113,11 @@ class HostMapping(mmap.mmap):
                 self._pieces = (*self._pieces, piece)
                 continue
             # Halve the refused piece until a part fits, or no border is left.
+            waiting = []
             inside = [border for border in borders if begin < border < begin + size]
-            middle = inside[len(inside) // 2] if inside else begin
-            waiting = [(middle, begin + size - middle), (begin, middle - begin)] if inside else []
+            if inside:
+                middle = inside[len(inside) // 2]
+                waiting = [(middle, begin + size - middle), (begin, middle - begin)]
         pinning.warn_unpinned(num_bytes - self.pinned_bytes, num_bytes)
         if not self._pieces:
             return

@@ -74,11 +74,14 @@ class Ring:
 
     def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
         """Return (begin, end, overlapped slices) of the next slice, or None without room."""
-        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0  # a slice is never split at the end
+        begin = self._end
+        if begin + num_bytes > self.memory.nbytes:  # a slice is never split at the end
+            begin = 0
         end = begin + num_bytes
         overlapped = [other for other in self._slices if other.begin < end and begin < other.end]
-        is_taken = end > self.memory.nbytes or any(other.is_open for other in overlapped)
-        return None if is_taken else (begin, end, overlapped)
+        if end > self.memory.nbytes or any(other.is_open for other in overlapped):
+            return None
+        return begin, end, overlapped
 
     def reset(self) -> None:
         """Close all slices after an interrupted step."""
@@ -112,7 +115,8 @@ class Lease:
     @classmethod
     def of(cls, planes: dict[str, torch.Tensor], fence: Fence, users: Sequence[Ticket] | None = None) -> Lease:
         """Return a lease on memory behind a fence. `users`: replaces the tickets of the fence."""
-        users = fence.before_fill() if users is None else users
+        if users is None:
+            users = fence.before_fill()
         return cls(planes, fence.before_read(), users, fence.record_reader, fence.record_writer)
 
     def beside(self, fence: Fence, planes: Mapping[str, torch.Tensor] = {}) -> Lease:
@@ -160,12 +164,15 @@ class Lease:
         """Context with the planes for work by the caller. `wait`: waits for tickets, see `Lanes.wait`. `changes`: the
         work changes the planes, unless an error ends the context.
         """
-        end = self.done_reading
-        users = self.users if changes else ()
+        end = self.done_reading  # after an error too: half a change is not written back
+        users: Sequence[Ticket] = ()
+        if changes:
+            users = self.users
         try:
             wait(self.reads, users=users)
             yield self.planes
-            end = self.done_writing if changes else self.done_reading
+            if changes:
+                end = self.done_writing
         finally:
             end(Ticket("compute", is_done=True))
 

@@ -82,11 +82,14 @@ class WatchedFile:
         self._pieces = pieces
         self._cached = io.open(path, writable=False, direct=False)
         """For a partial last block, and for all reads without `pieces`."""
-        self._direct: File | None = io.open(path, writable=False) if pieces else None
-        self.why_buffered = "" if self._direct is None else self._direct.why_buffered
+        self._direct: File | None = None
+        self.why_buffered = ""
         """Reason for the page cache despite `pieces`, or ""."""
-        if self.why_buffered:  # both descriptors would use the page cache
-            self._direct = None
+        if pieces:
+            direct = io.open(path, writable=False)
+            self.why_buffered = direct.why_buffered
+            if not self.why_buffered:  # otherwise both descriptors would use the page cache
+                self._direct = direct
         self._mark = _mark(os.fstat(self._cached.fd))  # of the open file: the name may already mean another
 
     def read(self, target: memoryview, offset: int) -> None:
@@ -155,9 +158,10 @@ class WatchedFile:
                 return
             if now[:2] != before[:2]:  # device and inode
                 change = "was replaced by another file"
+            elif now[2] != before[2]:
+                change = f"had {before[2]} bytes and now has {now[2]}"
             else:
-                cut = f"had {before[2]} bytes and now has {now[2]}"
-                change = cut if now[2] != before[2] else "was written to"
+                change = "was written to"
         raise DiskError(
             f"{self._path} {change}, but weights are read from it in every step (offload.parameters files). Data read "
             "since then is not used. Restore the file and resume from the last checkpoint, or set "

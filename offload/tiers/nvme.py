@@ -167,11 +167,12 @@ class Record:
         """
         if fetches and (cached_lease := self._at_hand(names, lease)) is not None:
             return cached_lease
-        channel = self.fetches if fetches else self.updates
+        channel, name = self.updates, f"update {self.name}"
+        if fetches:
+            channel, name = self.fetches, self.name
         first, last = self._span(names)
         reads = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
         ring_slice = channel.ring.take_planned(last - first)
-        name = self.name if fetches else f"update {self.name}"
         reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.record_reader(reading)
@@ -191,7 +192,9 @@ class Record:
         A plane for H2D copies (`travels`) uses the fetch ring, not the update ring: another rank's plane arrives while
         the own updated plane still waits in the update ring for transfer to other ranks.
         """
-        channel = self.fetches if travels else self.updates
+        channel = self.updates
+        if travels:
+            channel = self.fetches
         first, last = self._span(names)
         ring_slice = channel.ring.take_planned(last - first)
         self._recent = None  # the record gets other values
@@ -220,7 +223,9 @@ class Record:
             return
         first, last = self._span(names)
         (fence,) = self._fences(names)  # states and gradients are never written together
-        purpose = "gradients of" if fence is self.landing else "update"
+        purpose = "update"
+        if fence is self.landing:
+            purpose = "gradients of"
         writing = channel.write(
             self.file,
             self.offset + first,
@@ -278,9 +283,11 @@ class Nvme:
         self._io = IoEngine()
         try:
             self._states = Stripes(self._io, directories)
-            self._states.reserve(num_bytes)
+            self._states.reserve(num_bytes)  # all of it now: a full disk is no surprise within a step
 
-            self._activations = Stripes(self._io, directories) if ACTIVATION_RING in rings else self._states
+            self._activations = self._states
+            if ACTIVATION_RING in rings:
+                self._activations = Stripes(self._io, directories)
             self._arena = Arena(sum(rings.values()), pinning)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
             for name, flat in memory.items():
@@ -372,4 +379,6 @@ def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
     """Return the bytes per file for `num_bytes` striped over `num_files` files."""
     chunks, rest = divmod(num_bytes, CHUNK_BYTES)
     rounds, extra = divmod(chunks, num_files)
-    return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]
+    sizes = [CHUNK_BYTES * (rounds + (number < extra)) for number in range(num_files)]
+    sizes[extra] += rest  # the last chunk, a part of one, is the next file's
+    return sizes

@@ -78,7 +78,9 @@ class Placement:
                     f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
                 )
         if self.nvme_dir is not None:
-            dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
+            dirs = self.nvme_dir
+            if isinstance(dirs, str | os.PathLike):
+                dirs = [dirs]
             object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)
         refuse(PLACEMENT, lambda key: getattr(self, key.partition(".")[2]))
 
@@ -94,7 +96,9 @@ class Placement:
     def budget(self, tier: str) -> int | None:
         """Return the budget of a tier in bytes; None: no limit."""
         size = getattr(self, TIERS[tier])
-        return None if size is None else int(size)
+        if size is None:
+            return None
+        return int(size)
 
     @property
     def dirs(self) -> Sequence[str]:

@@ -87,8 +87,11 @@ class Slots:
         self.weight_decoder = decoder or Decoder(regions, store.device, store.lanes)
         """Decoder for quantized weights."""
         # States on the device cross no link: their copies run in the order of compute.
-        self._copy_lane = lanes.h2d if store.is_below_device else lanes.on_compute
-        self._decoding_lane = lanes.decoding if store.is_below_device else lanes.on_compute
+        self._copy_lane = lanes.on_compute
+        self._decoding_lane = lanes.on_compute
+        if store.is_below_device:
+            self._copy_lane = lanes.h2d
+            self._decoding_lane = lanes.decoding
 
         # By region, computed once: a fetch asks for them each time.
         self._in_place = set(filter(self._residence.is_used_in_place, regions))
@@ -137,7 +140,9 @@ class Slots:
     def offset(self, cargo: int) -> int:
         """Return the cargo offset; -1 for an empty or absent cargo."""
         slot = self._valid_slots.get(cargo)
-        return -1 if slot is None else slot.begin
+        if slot is None:
+            return -1
+        return slot.begin
 
     # -- fetch and use ------------------------------------------------------------------------------------------
 
@@ -175,8 +180,9 @@ class Slots:
             flat = planes.pop("weights")
             begin += self._slot_sizes[region]
             self._deferred.start(region)
-            co_fetched = planes if slot.is_whole else {}
-            tickets += self._copy_to_device(region, flat, users, is_ahead, co_fetched)
+            if not slot.is_whole:
+                planes.clear()  # co-fetched ones, for updates in the slot
+            tickets += self._copy_to_device(region, flat, users, is_ahead, planes)
         slot.fence.record_writer(*tickets)
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
@@ -197,7 +203,9 @@ class Slots:
     def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
         """Return the fences of the weights in use by a unit: in a slot, and resident."""
         slot = self._valid_slots.get(cargo)
-        fences = [] if slot is None else [slot.fence]
+        fences = []
+        if slot is not None:
+            fences.append(slot.fence)
         for region in regions:
             if region in self._resident_fences:
                 fences.append(self._resident_fences[region])  # noqa: PERF401 (a comprehension is a call)
@@ -216,8 +224,9 @@ class Slots:
         stale = set(regions)
         slots = [slot for slot in self._valid_slots.values() if not stale.isdisjoint(self.cargoes[slot.cargo])]
         self._retire(slots)
-        for slot in slots if self._debug else ():
-            self._poison([slot], slot.fence.before_fill())
+        if self._debug:
+            for slot in slots:
+                self._poison([slot], slot.fence.before_fill())
         return slots
 
     def need_masters(self, regions: Iterable[Region]) -> None:
@@ -238,7 +247,9 @@ class Slots:
 
     def _retire(self, slots: Collection[Slot]) -> None:
         """Remove slots from the valid ones. Compute may still read them."""
-        marks = self._lanes.mark() if slots else ()
+        if not slots:  # a mark is for nobody then
+            return
+        marks = self._lanes.mark()
         for slot in slots:
             slot.fence.record_reader(*marks)
             del self._valid_slots[slot.cargo]
@@ -375,7 +386,9 @@ class Slots:
 
     def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
         """Copy resident regions again after an update. Counts for the next step."""
-        chosen = self._resident_fences.keys() if regions is None else set(regions)
+        chosen: Collection[Region] = self._resident_fences
+        if regions is not None:
+            chosen = set(regions)
         for region, fence in self._resident_fences.items():
             if region in chosen and (always or region.trainable or fence.has_failed):
                 self._deferred.start(region)
@@ -474,9 +487,10 @@ class Slots:
         if region.is_stored_as_used:
             return tickets
         decoder = self.weight_decoder
-        is_copy = self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)
-        moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
+        moved = 0
+        if self._decoding_lane is not self._copy_lane:  # a throttled link does not move these bytes
+            moved = decoder.moved_bytes(region)
         return [self._decoding_lane.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _poison(self, overwritten: Sequence[Slot], users: Sequence[Ticket]) -> Ticket:

@@ -174,7 +174,10 @@ class Store:
         for state in trained:
             state.gradients = state.sums = None
         # The old planes go before the new ones come, or both would count.
-        (self._host if self.is_below_device else self.device.ledger).drop("gradients")
+        ledger = self.device.ledger
+        if self.is_below_device:
+            ledger = self._host
+        ledger.drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         planes = {state.region: state.region.plane("gradients") for state in holders}
@@ -209,7 +212,9 @@ class Store:
         for _, plane, num_bytes in sized:
             self._host.reserve(plane.label, num_bytes)
         # Only copied planes: a driver that refuses one large arena would leave all of it unpinned.
-        pinning = None if name in _UNPINNED else self.device.pinning
+        pinning = None
+        if name not in _UNPINNED:
+            pinning = self.device.pinning
         arena = Arena(sum(num_bytes for *_, num_bytes in sized), pinning)
         self._arenas[name] = arena
         return {
@@ -232,16 +237,16 @@ class Store:
         operation = f"new weights of {region.name}"
         tile = state.tiles[number]
         own_weights = own.planes[plane]
+        others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
+        # The link counts bytes per rank within a replica, and sent bytes between replicas.
+        comm, lane = self.within, self.collective_lane
+        num_sent = 1
         if self.sharding.spreads:
             comm, lane = self.between, self.network_lane
-        else:
-            comm, lane = self.within, self.collective_lane
-        others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
+            num_sent = len(others)
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
         self.counters.count("all_gather_elements", (tile.end - tile.begin) * len(received))
         self.counters.count("network_bytes", own_weights.nbytes * comm.num_far)
-        # The link counts bytes per rank within a replica, and sent bytes between replicas.
-        num_sent = len(others) if self.sharding.spreads else 1
         ticket = lane.submit(
             partial(comm.all_to_all, received, [own_weights] * len(received), f"{operation}, tile {number}"),
             reads=reads,

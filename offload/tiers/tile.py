@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from offload.lanes.ticket import Fence
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.planes import CODES, STALE
 from offload.layout.regions import Region
@@ -44,7 +44,9 @@ class Tile:
     @property
     def travelling(self) -> str:
         """Plane name for H2D copies and exchanges between ranks."""
-        return CODES if CODES in self.states else "weights"
+        if CODES in self.states:
+            return CODES
+        return "weights"
 
     def fetch(self, *names: str, is_ahead: bool) -> Lease:
         """Return a lease on planes for an H2D copy: the travelling one, then co-fetched ones. `is_ahead`: for the next
@@ -60,7 +62,9 @@ class Tile:
         `is_updated`: another update starts during this pass. The two weight planes then swap: the pass reads the
         current weights as the stale plane, and the update writes new weights into the old stale memory.
         """
-        readers = () if self.stale is None else self.stale.before_fill()
+        readers: Sequence[Ticket] = ()
+        if self.stale is not None:
+            readers = self.stale.before_fill()
         self.stale = None
         if is_updated:
             self.planes["weights"], self.planes[STALE] = self.planes[STALE], self.planes["weights"]
@@ -71,8 +75,10 @@ class Tile:
     @property
     def states(self) -> list[str]:
         """Existing plane names without gradients, in lease order."""
-        on_disk = self.record.planes if self.record is not None else {}
-        return [name for planes in (self.planes, on_disk) for name in planes if name != "gradients"]
+        names = [*self.planes]
+        if self.record is not None:
+            names += self.record.planes
+        return [name for name in names if name != "gradients"]
 
     def land(self, *names: str) -> Lease:
         """Return a lease on memory for planes filled completely from the device, another rank or a file. On failure,
@@ -85,8 +91,9 @@ class Tile:
         `renew_lease`. None: the ring is full.
         """
         # Planes in memory need no room.
-        is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
-        return None if is_full else self.lend(*names)
+        if self.record is not None and not self.record.has_room(self._on_disk(names)):
+            return None
+        return self.lend(*names)
 
     def renew_lease(self, lease: Lease) -> Lease:
         """Return an early lease with the tickets to wait for now."""
@@ -109,8 +116,9 @@ class Tile:
         if not disk_names:
             return lease
         if lands:
-            # Without planes in memory, the lease must not mark them as changed.
-            return self.record.land(disk_names, lease if planes else NOTHING, travels=disk_names == [self.travelling])
+            if not planes:  # the lease must not mark planes in memory as changed
+                lease = NOTHING
+            return self.record.land(disk_names, lease, travels=disk_names == [self.travelling])
         return self.record.lend(disk_names, lease, fetches=fetches, is_ahead=is_ahead)
 
     def _on_disk(self, names: Sequence[str]) -> list[str]:
@@ -123,7 +131,9 @@ def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> N
     """
     if CODES in planes:
         assert isinstance(region.link, QuantizedCodec)
-        low = planes["low"][span] if "low" in planes else None
+        low = None
+        if "low" in planes:
+            low = planes["low"][span]
         region.link.encode(planes["weights"][span], low, planes[CODES][region.plane(CODES).cut(span)])
 
 

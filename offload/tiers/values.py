@@ -67,7 +67,10 @@ class Values:
         for begin, end, stored in region.codec.encoded(self._parts(parameter, read, dtype, source)):
             codes = None
             if CODES in region.by_name:  # records for copies, made from the master weights
-                codes = region.link.records(stored if region.has_low else stored.to(region.dtype))
+                master = stored
+                if not region.has_low:  # rounded, like the planes below
+                    master = stored.to(region.dtype)
+                codes = region.link.records(master)
             tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
@@ -120,7 +123,9 @@ class Values:
             return otherwise
         name = next(iter(self._nonfinite))
         others = len(self._nonfinite) - 1
-        more = f" (and of {others} other parameters)" if others else ""
+        more = ""
+        if others:
+            more = f" (and of {others} other parameters)"
         return (
             f"The cause: {self._nonfinite[name]} weights of {name}{more} were not finite when loaded, before any "
             "update. Load the model from intact files."
@@ -143,8 +148,10 @@ class Values:
         Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
         """
         region = self.region(parameter)
-        dtype = region.dtype if travelling else torch.float32
-        names = MASTER[:1] if travelling else MASTER
+        dtype = torch.float32
+        names: Sequence[str] = MASTER
+        if travelling:
+            dtype, names = region.dtype, MASTER[:1]
         values = torch.empty(end - begin, dtype=dtype)
         for planes, in_tile, in_range in self.open_tiles(parameter, *names, begin=begin, end=end):
             weights = region.codec.read(planes["weights"], in_tile, region.dtype)
@@ -251,7 +258,9 @@ class Values:
         """
         operation = f"weights of {self._infos[parameter].name}"
         until = begin + len(values)
-        for piece, state, position in self._pieces[parameter] if self.sharding.num_ranges > 1 else ():
+        if self.sharding.num_ranges == 1:  # this rank has all of them
+            return values
+        for piece, state, position in self._pieces[parameter]:
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low = max(zero + max(begin, piece.begin), first)
@@ -280,15 +289,21 @@ class Values:
         The caller reads the planes, or with `changes` writes them, in this thread. Covers tiles updated by this rank,
         or with `of_all` all tiles held here.
         """
-        end = self._infos[parameter].numel if end is None else end
+        if end is None:
+            end = self._infos[parameter].numel
         for piece, state, position in self._pieces[parameter]:
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             first = zero + max(begin, piece.begin)
             last = zero + min(end, piece.end)
-            for tiles in (state.tiles, *(state.others.values() if of_all else ())):
+            if first >= last:  # nothing of this piece
+                continue
+            ranges = [state.tiles]
+            if of_all:
+                ranges += state.others.values()
+            for tiles in ranges:
                 before = bisect_right(tiles, first, key=lambda tile: tile.end)
                 until = bisect_left(tiles, last, key=lambda tile: tile.begin)
-                for tile in tiles[before:until] if first < last else ():
+                for tile in tiles[before:until]:
                     low = max(first, tile.begin)
                     high = min(last, tile.end)
                     with tile.lend(*names).opened(self._lanes.wait, changes) as planes:

@@ -14,7 +14,7 @@ from offload.extras.quant import device_kernels, kernels
 from offload.extras.quant.sums import GradientCodec
 from offload.layout import codecs
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
-from offload.native.kernels import join
+from offload.native.torch_fallback import widened
 
 _LEAST_SCALE = 1e-38  # a block of zeros has no quotient 0 / 0
 _GRID = 65535  # steps between -1 and 1
@@ -97,10 +97,10 @@ class Int8Codec(IntegerCodec):
         if kernels.have_kernels(weights):
             kernels.encode_int8(weights, low, out)
             return
-        lows = [None] * len(weights.split(codecs.PIECE_NUMEL)) if low is None else low.split(codecs.PIECE_NUMEL)
         step = codecs.PIECE_NUMEL // self.block * self.record_bytes
-        for piece, below, records in zip(weights.split(codecs.PIECE_NUMEL), lows, out.split(step), strict=True):
-            records.copy_(self._records(piece.float() if below is None else join(piece, below)))
+        for number, records in enumerate(out.split(step)):
+            part = slice(number * codecs.PIECE_NUMEL, (number + 1) * codecs.PIECE_NUMEL)
+            records.copy_(self._records(widened(weights, low, part)))
 
     def _records(self, values: Tensor) -> Tensor:
         if kernels.have_kernels(values):
@@ -218,7 +218,8 @@ def _as_fp32(piece: Tensor) -> Tensor:
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
     """Copy flat values into blocks [n, block], padded with zeros. Floats become fp32."""
-    values = values.float() if values.is_floating_point() else values
+    if values.is_floating_point():
+        values = values.float()
     return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block).clone()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, UINT8, flat
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, UINT8, address_of, flat
 from offload.native.core import core as _core
 from offload.native.kernels import _execution
 
@@ -45,6 +45,7 @@ def decode(
     source, num_bytes, _ = flat("records", records, UINT8)
     target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
     num_records, rest = divmod(num_bytes, width)
+    # C++ trusts the numbers: a wrong length would write beyond `out`.
     if rest or num_records * block != numel:
         raise ConfigError(
             f"records has {num_bytes} bytes and out has {numel} elements; one record of {codec} has {width} bytes for "
@@ -52,8 +53,7 @@ def decode(
         )
     if target < source + num_bytes and source < target + out.nbytes:
         threads = 1  # a second thread would write over records still unread by the first
-    # Addresses; 0: a codec without tables.
-    tables = [0 if table is None else flat("tables", table, FP32)[0] for table in (levels, numbers)]
+    tables = [address_of("tables", table, FP32) for table in (levels, numbers)]
     _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
 
 
@@ -68,8 +68,8 @@ def decode_mxfp4(
     assert _core is not None
     rows, columns = out.shape
     target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
-    from_exponents, _, _ = flat("exponents", exponents, UINT8, numel // 32)
-    from_codes, _, _ = flat("codes", codes, UINT8, numel // 2)
+    from_exponents = address_of("exponents", exponents, UINT8, numel // 32)
+    from_codes = address_of("codes", codes, UINT8, numel // 2)
     _core.decode_mxfp4(from_exponents, from_codes, rows, columns, target, is_bf16, *_execution(threads, isa))
 
 
@@ -86,14 +86,17 @@ def encode_int8(
     """
     assert _core is not None
     _, block, width = _CODECS["int8"]
-    # With a low half, the weights are the high half.
-    address, numel, is_bf16 = flat("weights", weights, FP32_OR_BF16 if low is None else BF16)
-    below = 0 if low is None else flat("low", low, BITS16, numel)[0]
+    dtypes = FP32_OR_BF16
+    if low is not None:  # the weights are the high half
+        dtypes = BF16
+    address, numel, is_bf16 = flat("weights", weights, dtypes)
+    below = address_of("low", low, BITS16, numel)
     num_bytes = -(-numel // block) * width  # the last block may be shorter
-    records = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if out is None else out
-    target, _, _ = flat("out", records, UINT8, num_bytes)
+    if out is None:
+        out = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    target = address_of("out", out, UINT8, num_bytes)
     _core.encode_int8(address, below, is_bf16, numel, target, *_execution(threads, isa))
-    return records
+    return out
 
 
 def encode_rest(
@@ -116,8 +119,8 @@ def encode_rest(
     num_records, rest = divmod(numel, block)
     if rest:
         raise ConfigError(f"values has {numel} elements; it must be a multiple of {block}, the block of {codec}.")
-    error_address, _, _ = flat("error", error, BF16, numel)
-    target, _, _ = flat("out", out, UINT8, num_records * width)
+    error_address = address_of("error", error, BF16, numel)
+    target = address_of("out", out, UINT8, num_records * width)
     _core.encode_rest(number, source, is_bf16, error_address, target, num_records, *_execution(threads, isa))
 
 
@@ -131,7 +134,7 @@ def encode_nf4(
     """
     assert _core is not None
     address, numel, _ = flat("weights", weights, FP32)
-    between, _, _ = flat("borders", borders, FP32, 15)
+    between = address_of("borders", borders, FP32, 15)
     pairs = torch.empty(-(-numel // 2), dtype=torch.uint8, device="cpu")
     sizes = torch.empty(-(-numel // 64), dtype=torch.float32, device="cpu")
     _core.encode_nf4(address, numel, between, pairs.data_ptr(), sizes.data_ptr(), *_execution(threads, isa))

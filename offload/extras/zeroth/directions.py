@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.errors import ConfigError
-from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, flat, on_cpu, tensor
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, address_of, flat, on_cpu, tensor
 from offload.native.core import core as _core
 from offload.native.kernels import BLOCK, _execution
 
@@ -69,14 +69,16 @@ def perturb(
     if _core is None or not on_cpu(weights):
         first = tensor("weights", weights, FP32_OR_BF16)
         both = [tensor(name, each, FP32_OR_BF16, first) for name, each in (("plus", plus), ("minus", minus))]
-        for piece in _pieces(first):
+        for piece in _pieces(first):  # z in fp32 for all weights at once would need twice their memory and more
             moved = _direction(first[piece], of, direction, piece).mul_(eps)
             both[0][piece] = first[piece].float() + moved
             both[1][piece] = first[piece].float() - moved
         return
     address, n, is_bf16 = flat("weights", weights, FP32_OR_BF16)
-    dtypes = BF16 if is_bf16 else FP32
-    addresses = flat("plus", plus, dtypes, n)[0], flat("minus", minus, dtypes, n)[0]
+    dtypes = FP32
+    if is_bf16:
+        dtypes = BF16
+    addresses = address_of("plus", plus, dtypes, n), address_of("minus", minus, dtypes, n)
     _core.perturb(address, *addresses, is_bf16, n, *noise, eps, *_execution(threads, isa))
 
 
@@ -102,18 +104,25 @@ def descend(
         raise ConfigError(
             "coefficients is empty; it must have one number for each direction of the step, at least one."
         )
-    weights, lo = master if isinstance(master, tuple) else (master, None)
     of.check()
-    name, dtypes = ("master", FP32_OR_BF16) if lo is None else ("hi", BF16)
+    weights, lo = master, None
+    name, dtypes = "master", FP32_OR_BF16
+    if isinstance(master, tuple):
+        weights, lo = master
+        name, dtypes = "hi", BF16
     if _core is None or not on_cpu(weights):
         first = tensor(name, weights, dtypes)
-        low = None if lo is None else tensor("lo", lo, BITS16, first)
+        low = None
+        if lo is not None:
+            low = tensor("lo", lo, BITS16, first)
         count = _descend(first, low, coefficients, of, lr, weight_decay)
-        return int(count) if on_cpu(weights) else count
+        if on_cpu(weights):
+            return int(count)
+        return count
     address, n, is_bf16 = flat(name, weights, dtypes)
     if is_bf16 and lo is None:
         of.check(BLOCK)
-    low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
+    low_address = address_of("lo", lo, BITS16, n)
     arrays, noise = (address, low_address, is_bf16, n), (of.key, of.step, PURPOSE, of.element, of.threshold)
     return _core.descend(*arrays, *noise, ROUNDING, list(coefficients), lr, weight_decay, *_execution(threads, isa))
 
@@ -148,7 +157,7 @@ def _descend(
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=first.device)
     for piece in _pieces(first):
         stored = first[piece]
-        weights = stored.float() if low is None else torch_fallback.join(stored, low[piece])
+        weights = torch_fallback.widened(first, low, piece)
         slope: torch.Tensor | None = None
         for direction, coefficient in enumerate(coefficients):
             term = _direction(first[piece], of, direction, piece).mul_(coefficient)
@@ -179,5 +188,7 @@ def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice)
 
 
 def _pieces(flat: torch.Tensor) -> list[slice]:
-    step = _PIECE if flat.is_cpu else PIECE_OF_DEVICE
+    step = PIECE_OF_DEVICE
+    if flat.is_cpu:
+        step = _PIECE
     return [slice(begin, min(begin + step, flat.numel())) for begin in range(0, flat.numel(), step)]
