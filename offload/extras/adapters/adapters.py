@@ -22,7 +22,16 @@ from offload.app.config.sections import LoraSection
 from offload.app.hf.models import BuiltModel, absolute_name
 from offload.app.hf.sources import MemorySource, RemovedProduct
 from offload.app.hf.write import check_export_folder, export_folder
-from offload.errors import ConfigError, MissingLibraryError, OffloadError, counted, nearest, shorten
+from offload.errors import (
+    ConfigError,
+    MissingLibraryError,
+    OffloadError,
+    counted,
+    first_names,
+    nearest,
+    shorten,
+    unless_no_folder,
+)
 from offload.extras.adapters.residual import BaseReads, from_bytes, to_plain_lora
 from offload.files.pointers import refuse_pointers
 from offload.files.sources import Source
@@ -72,7 +81,9 @@ class Adaptation:
             targets = []  # None would stand for PEFT's default modules
         if targets == ["all-linear"]:
             targets = "all-linear"  # PEFT knows the word alone, not in a list
-        init: Any = True if section.init == "default" else section.init
+        init: Any = section.init
+        if init == "default":
+            init = True
         if section.init.startswith("loftq"):
             raise ConfigError(f"lora.init is {section.init}{_NO_LOFTQ}")
         return cls(
@@ -96,7 +107,7 @@ class Adaptation:
         """Return the adapter in a folder. Errors call the folder `label`. Raises ConfigError, MissingLibraryError."""
         _require_peft()
         if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
-            problem = f"has no {missing[0]}" if folder.is_dir() else "is no folder"
+            problem = unless_no_folder(folder, f"has no {missing[0]}")
             raise ConfigError(f"{label} is {folder}, which {problem}: give the folder of an adapter as PEFT saves it.")
         config = _read_config(folder / CONFIG, label)
         if (init := str(getattr(config, "init_lora_weights", ""))) in ("corda", "lora_ga") or "niter" in init:
@@ -115,7 +126,9 @@ class Adaptation:
         """
         _require_peft()
         config, initial = _read_config(checkpoint / CONFIG, "the checkpoint's adapter"), checkpoint / INITIAL
-        removed = from_bytes(initial.read_bytes()) if initial.is_file() else {}
+        removed = {}
+        if initial.is_file():
+            removed = from_bytes(initial.read_bytes())
         return cls(config, removed=removed)
 
     def apply_to(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
@@ -177,7 +190,9 @@ class Adaptation:
         changed_ids = {id(model.get_parameter(name)) for name, base in bases.items() if base in reads.removed}
 
         def source(name: str) -> Source | None:
-            return reads.source(bases[name]) if name in bases else None
+            if name not in bases:
+                return None
+            return reads.source(bases[name])
 
         return replace(
             built,
@@ -226,7 +241,9 @@ def config_bytes(model: nn.Module) -> bytes:
     """Return the adapter configuration completed by PEFT, as JSON."""
 
     def to_json(value: Any) -> Any:
-        return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
+        if isinstance(value, set):  # sorted: equal adapters have equal files
+            return sorted(value)
+        return getattr(value, "value", str(value))
 
     return json.dumps(adapter_config(model).to_dict(), default=to_json, indent=2, sort_keys=True).encode()
 
@@ -260,7 +277,9 @@ def describe_adapter(model: nn.Module) -> str:
     total = sum(parameter.numel() for parameter in model.parameters())
     counts = Counter(name.rpartition(".")[2] for name, _ in outermost_modules(model))
     names = ", ".join(f"{count} {module_name}" for module_name, count in counts.items())
-    modules = f", over {counts.total()} modules ({names})" if counts else ""
+    modules = ""
+    if counts:
+        modules = f", over {counts.total()} modules ({names})"
     share = 100 * num_trainable / max(1, total)
     return f"{adapter_type(model)}, {num_trainable:,} of {counted(total, 'parameter')} train ({share:.3g}%){modules}"
 
@@ -346,7 +365,9 @@ def _require_peft() -> None:
 
 
 def _as_list(values: tuple[Any, ...] | None) -> list[Any] | None:
-    return None if values is None else list(values)
+    if values is None:
+        return None
+    return list(values)
 
 
 def _read_config(path: Path, label: str) -> Any:
@@ -402,7 +423,10 @@ def _load(model: Any, folder: Path) -> None:
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(own.intersection(load_result.missing_keys))
     if load_result.unexpected_keys or missing:
-        difference = f"has {load_result.unexpected_keys[0]}" if load_result.unexpected_keys else f"lacks {missing[0]}"
+        if load_result.unexpected_keys:
+            difference = f"has {load_result.unexpected_keys[0]}"
+        else:
+            difference = f"lacks {missing[0]}"
         raise ConfigError(f"{folder} does not fit this model, so it is an adapter of another one: it {difference}.")
 
 
@@ -422,9 +446,10 @@ def _wrap(model: nn.Module, config: Any, module_list: str) -> Any:
 def _check_targets(model: nn.Module, config: Any, module_list: str) -> None:
     """Raise ConfigError for a configured module name without a matching module."""
     names = [name for name, _ in model.named_modules()]
-    target_modules = getattr(config, "target_modules", None)
-    module_names = [] if target_modules is None or isinstance(target_modules, str) else list(target_modules)
-    module_names += list(getattr(config, "modules_to_save", None) or [])
+    target_modules = getattr(config, "target_modules", None) or []
+    if isinstance(target_modules, str):  # a regular expression
+        target_modules = []
+    module_names = [*target_modules, *(getattr(config, "modules_to_save", None) or [])]
     if config.task_type == "SEQ_CLS":  # PEFT adds both names, and a model has one
         module_names = [name for name in module_names if name not in _HEADS]
     for each in sorted(module_names):
@@ -443,5 +468,5 @@ def _list_modules(model: nn.Module) -> str:
         if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     )
     counts = Counter({name: n for name, n in counts.items() if not name.isdecimal()})
-    listed = ", ".join(f"{name} ({n})" for name, n in counts.most_common(_NUM_NAMES))
-    return f"Modules for --lora.target_modules: {listed}{', ...' if len(counts) > _NUM_NAMES else ''}."
+    listed = first_names((f"{name} ({n})" for name, n in counts.most_common()), _NUM_NAMES)
+    return f"Modules for --lora.target_modules: {listed}."

@@ -117,7 +117,9 @@ def export_merged(
         changed = {names[id(adapted.model.get_parameter(name))]: name for name in reader.changed}
 
         def trained_value(name: str) -> torch.Tensor | None:
-            return _read_value(reader, changed[name]) if name in changed else own.get(name)
+            if name in changed:
+                return _read_value(reader, changed[name])
+            return own.get(name)
 
         quantized_base = dict[str, tuple[Codec, torch.dtype]]()  # base parameters quantized during training
         if not onto_original:
@@ -148,9 +150,11 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     own = reader.meta["meta"]
     settings = {key: value for key, (value, _) in own["config"].items()}
     # The folder of the base then, where it still exists; the setting may be a name on the hub, with other files by now.
-    name = own["base"]["name"]
-    path = moved or (name if Path(name).is_dir() else settings["model.path"])
-    preset = None if moved else settings["model.preset"]
+    path, preset = settings["model.path"], settings["model.preset"]
+    if moved:
+        path, preset = moved, None
+    elif Path(own["base"]["name"]).is_dir():
+        path = own["base"]["name"]
     section = ModelSection(
         path=path,
         preset=preset,

@@ -76,8 +76,8 @@ class MergedWeights:
         if name not in self._merged_values:
             if not self._modules[name]:
                 is_unchanged = self._trained_value(name) is None and name not in self._codecs
-                source = self._base.source(name) if is_unchanged else None
-                if source is not None:
+                # A part alone is read: a base may be larger than memory.
+                if is_unchanged and (source := self._base.source(name)) is not None:
                     return source.read(begin, end)
                 return self._current_value(name).reshape(-1)[begin:end]
             self._merged_values = self._merge(self._modules[name])
@@ -121,7 +121,9 @@ class MergedWeights:
 
     def _current_value(self, name: str) -> torch.Tensor:
         value = self._trained_value(name)
-        return self._base_value(name) if value is None else value
+        if value is None:
+            return self._base_value(name)
+        return value
 
     def _base_value(self, name: str) -> torch.Tensor:
         """Return base values for a parameter: a new tensor if read from a file or dequantized."""

@@ -80,7 +80,9 @@ class BaseMark:
 
 def describe_base(base: Mapping[str, Any]) -> str:
     """Return the base name for messages."""
-    return base["name"] + (f", revision {base['revision']}" if base["revision"] else "")
+    if not base["revision"]:
+        return base["name"]
+    return f"{base['name']}, revision {base['revision']}"
 
 
 def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> BaseMark:
@@ -104,7 +106,10 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
                 file.seek(begin + data * number // (_NUM_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     whole = folder.resolve()
-    return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, digest.hexdigest())
+    revision = None
+    if whole.parent.name == "snapshots":  # a download of the hub: the folder is named by the commit
+        revision = whole.name
+    return BaseMark(str(whole), revision, digest.hexdigest())
 
 
 def _hash_config(values: Mapping[str, Any], excluded: Collection[str]) -> xxhash.xxh3_128:
@@ -196,9 +201,10 @@ class AdapterOverBase(TrainablePart):
 
     def files(self, model: Any) -> Mapping[str, bytes]:
         """Return the base and adapter configurations, and the products removed from the base."""
-        configuration = files_written(partial(write_configuration, model.get_base_model()))
-        initial = {INITIAL: to_bytes(self.removed)} if self.removed else {}
-        return {**configuration, CONFIG: config_bytes(model), **initial}
+        files = {**files_written(partial(write_configuration, model.get_base_model())), CONFIG: config_bytes(model)}
+        if self.removed:
+            files[INITIAL] = to_bytes(self.removed)
+        return files
 
     def write(
         self,
@@ -257,4 +263,6 @@ class AdapterOverBase(TrainablePart):
         names = dict(model.get_base_model().named_parameters())
         for name, each in self.removed.items():
             below = f"{name.rpartition('.')[0]}.base_layer.weight"
-            yield below if below in names else name, each
+            if below in names:  # PEFT wraps the layer
+                name = below
+            yield name, each

@@ -93,15 +93,19 @@ def to_plain_lora(
             extra = torch.zeros_like(value)
             if product is not None:
                 scale = base.get_submodule(match["module"]).scaling[model.active_adapter]
-                # PEFT multiplies B A by the scale, and the product was removed as a whole.
-                extra = (product.left / -scale if is_b else product.right).to(value.dtype)
+                extra = product.right.to(value.dtype)
+                if is_b:  # PEFT multiplies B A by the scale, and the product was removed as a whole
+                    extra = (product.left / -scale).to(value.dtype)
             converted[name] = torch.cat([value, extra], dim=int(is_b))
     plain = copy.deepcopy(config)
     plain.init_lora_weights = True
     plain.inference_mode = True
     plain.r = 2 * config.r
     # The scale must not change: alpha / r, or alpha / sqrt(r) with use_rslora.
-    plain.lora_alpha = (2**0.5 if config.use_rslora else 2) * config.lora_alpha
+    factor: float = 2
+    if config.use_rslora:
+        factor = 2**0.5
+    plain.lora_alpha = factor * config.lora_alpha
     plain.rank_pattern = {key: 2 * value for key, value in (config.rank_pattern or {}).items()}
     plain.alpha_pattern = {key: 2 * value for key, value in (config.alpha_pattern or {}).items()}
     return plain, converted
@@ -141,8 +145,9 @@ class BaseReads(TorchFunctionMode):
 
     def restore_unchanged(self) -> None:
         """Drop written values that equal the original ones."""
-        for key, parameter in self._alive.items():
-            source = self._built.source(self._names[key]) if key in self._overwritten else None
+        for key in list(self._overwritten):
+            parameter = self._alive[key]
+            source = self._built.source(self._names[key])
             with torch._C.DisableTorchFunction():
                 if source is not None and torch.equal(parameter.data.view(-1), source.read(0, parameter.numel())):
                     parameter.data = self._overwritten.pop(key)

@@ -99,7 +99,7 @@ class LoraLayers:
         names = [weight, *self.matrices(weight)]
         layer = _fill_copy(layer, {n[len(prefix) + 1 :]: v for n, v in zip(names, (value, *matrices), strict=True)})
         with torch.no_grad():
-            layer.merge(safe_merge=False)
+            layer.merge(safe_merge=False)  # PEFT's check for NaN would copy the weight
         merged: torch.Tensor = layer.get_base_layer().weight.detach()
         return merged
 
@@ -111,7 +111,7 @@ class LoraLayers:
         from peft.tuners.lora.layer import Linear
 
         matrices: dict[str, torch.Tensor] = {}
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the matrices are on the CPU
             torch.manual_seed(seed)
             for prefix, layer in self._layers.values():
                 initial = {
@@ -192,6 +192,7 @@ class RestartingAdapter(AdapterOverBase):
 
         A checkpoint at this step contains the state before the restart; a resumed run restarts first.
         """
+        # By the step alone, so a resumed run restarts at the same steps.
         number, is_within = divmod(step, self.section.restart_every)
         if is_within or not number:
             return

@@ -41,6 +41,7 @@ def cut_experts(
             "other experts, while gradients are summed over all replicas. Set --offload.replicas 1, or "
             "--offload.experts whole."
         )
+    # Over all units: another unit may share the weights of an expert.
     uses = Counter(place.parameter for unit in candidates for place in unit.places)
     units = []
     for unit in candidates:

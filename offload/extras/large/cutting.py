@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units.find import ParameterPlace, Splitting, UnitCandidate
-from offload.errors import format_bytes
+from offload.errors import and_others, format_bytes
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from offload.layout.codecs import EXACT
@@ -113,7 +113,7 @@ class RowCutting(Splitting):
         shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.row_blocks]
         if not shown:
             return text
-        more = f", and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
+        more = and_others(len(shown) - _MOST_SHOWN, "others")
         return (
             f"{text}, and these layers into row blocks, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses "
             "and gradients equal those of whole layers, up to the summation order over blocks"

@@ -270,8 +270,9 @@ class _Pass:
 
     def _serve(self, unit: Unit, rank: int, message: _Message) -> _Message:
         server = self._dispatch.server
-        run = server.forward if self._is_forward else server.backward
-        return run(unit, rank, message)
+        if self._is_forward:
+            return server.forward(unit, rank, message)
+        return server.backward(unit, rank, message)
 
     def _exchange(self, message: _Message | None, to: int | None, source: int | None, label: str) -> _Message | None:
         """Send a message to rank `to`, and return the one from rank `source`."""

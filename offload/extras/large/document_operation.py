@@ -66,8 +66,9 @@ class Documents:
         if device not in self._copies:
             with torch.inference_mode(False):  # a backward may save this tensor
                 borders = torch.tensor(self.borders, dtype=torch.int32, device="cpu")
-                pinned = borders if device.type == "cpu" else borders.pin_memory()
-                self._copies[device] = pinned.to(device, non_blocking=True)
+                if device.type != "cpu":  # a copy from pageable memory would wait for the stream
+                    borders = borders.pin_memory()
+                self._copies[device] = borders.to(device, non_blocking=True)
         return self._copies[device]
 
 
@@ -154,7 +155,9 @@ def _backward(
 def _kernel_arguments(query: torch.Tensor, documents: Documents, scaling: float | None) -> tuple[Any, ...]:
     """Return the borders and the longest documents of queries and of keys, the causal flag, and options."""
     borders, longest = documents.borders_on(query.device), max(documents.lengths)
-    window = documents.window - 1 if documents.window < longest else -1  # without the query itself; -1: no limit
+    window = -1  # no limit
+    if documents.window < longest:
+        window = documents.window - 1  # without the query itself
     options = {"scale": scaling, "window_size_left": window, "window_size_right": 0}
     return (borders, borders), (longest, longest), window < 0, options
 
@@ -171,7 +174,9 @@ def _split(joined: torch.Tensor, documents: Documents) -> torch.Tensor:
 
 def _forward_shapes(query: Any, key: Any, value: Any, starts: Any, scaling: Any) -> Any:  # noqa: ARG001
     rows, heads, tokens, _ = query.shape
-    sums = (heads, rows * tokens) if has_kernel(query, value) else (0,)
+    sums: tuple[int, ...] = (0,)
+    if has_kernel(query, value):
+        sums = heads, rows * tokens
     result = query.new_empty(rows, tokens, heads, value.shape[-1])
     return result, query.new_empty(sums, dtype=torch.float32)
 

@@ -59,8 +59,9 @@ class ExpertForward:
         """
         if self._is_described is None:
             self._is_described = self._equals_own(rows, weights)
-        run = self._run_described if self._is_described else self._run_own
-        return run(rows, weights)
+        if self._is_described:
+            return self._run_described(rows, weights)
+        return self._run_own(rows, weights)
 
     def _run_own(self, rows: Tensor, weights: Tensor) -> Tensor:
         return self._own(self._module, rows, rows.new_zeros((len(rows), 1), dtype=torch.int64), weights[:, None])

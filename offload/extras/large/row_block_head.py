@@ -45,7 +45,9 @@ class RowBlockHead(ChunkedHead):
 
     def mean_loss(self, host: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            slopes = torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
+            slopes = None
+            if torch.is_grad_enabled():
+                slopes = torch.full_like(values, -1 / tokens)
             return -values.sum() / tokens, slopes
 
         return self.loss_from_log_probs(host, inputs, mean)

@@ -34,7 +34,9 @@ class RowBlock(nn.Module):
         if rows is not None:
             return functional.embedding(rows, self.weight, **options)
         assert inputs is not None
-        bias = self.bias if options["has_bias"] else None  # a layer may share the weight and pass no bias
+        bias = None
+        if options["has_bias"]:  # a layer may share the weight and pass no bias
+            bias = self.bias
         return functional.linear(inputs, self.weight, bias)
 
 
@@ -91,11 +93,15 @@ class RowBlocks:
     def linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 (torch's)
         """Compute `functional.linear` with the full weight."""
         only = self._only_block
-        numbers = range(len(self.blocks)) if only is None else [only]
+        numbers: Sequence[int] = range(len(self.blocks))
+        if only is not None:
+            numbers = [only]
         has_own = getattr(bias, "functions", None) is self.functions  # the placeholder of the bias in the blocks
         sums = _GradientSum(len(numbers))
         parts = [self.blocks[n](inputs=_SharedInput.apply(input, sums), has_bias=has_own) for n in numbers]
-        output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        output = parts[0]
+        if len(parts) > 1:  # `cat` would copy a single part
+            output = torch.cat(parts, -1)
         if bias is None or has_own:
             return output
         if only is not None:

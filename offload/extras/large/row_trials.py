@@ -313,7 +313,9 @@ class _Poison(torch.autograd.Function):
 def _lengthen(tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """Return a tensor with three times the rows: original, mirrored (negated if floating point), shifted."""
     other = tensor.flip(axis)
-    return torch.cat([tensor, -other if tensor.is_floating_point() else other, tensor.roll(1, axis)], axis)
+    if tensor.is_floating_point():  # negative integers would be no tokens
+        other = -other
+    return torch.cat([tensor, other, tensor.roll(1, axis)], axis)
 
 
 def _tile_size(num_rows: int) -> int:

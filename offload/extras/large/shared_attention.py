@@ -249,7 +249,9 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
 
     config: Any = module.config
     shared = _SHARED.get(id(config))
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.attend
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if shared is not None:
+        attend = shared.attend
     return attend(module, *args, **kwargs)
 
 
@@ -258,7 +260,9 @@ def _mask(config: Any, **options: Any) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     shared = _SHARED.get(id(config))
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    if shared is not None:
+        mask = shared.mask
     return mask(config=config, **options)
 
 

@@ -202,7 +202,9 @@ class StreamedExperts:
         gradient per stack, an expert without tokens has gradient 0 and is updated.
         """
         flow, frozen = self._runner.gradients, self._unit.frozen
-        order = -1 if descending else 1
+        order = 1
+        if descending:
+            order = -1
         hit_on_any_rank = hit
         if self._runner.has_peers and (trains or self._stream.slots.gathers):
             self._runner.exchanges.append(partial(self._repeat_exchanges, descending=descending, trains=trains))
@@ -231,7 +233,10 @@ class StreamedExperts:
     def _live(self, record: ExpertRecord, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
         """Return the Parameters of a record, by expert and model index."""
         slots, frozen = self._stream.slots, self._unit.frozen
-        parameters = self._runner.make_live(record.regions, slots) if trains else slots.parameters(record.regions)
+        if trains:  # the runner hooks them, so gradients leave as they come
+            parameters = self._runner.make_live(record.regions, slots)
+        else:
+            parameters = slots.parameters(record.regions)
         by_expert: dict[int, dict[int, nn.Parameter]] = {}
         for piece, parameter in parameters.items():
             if not trains or piece.parameter in frozen:

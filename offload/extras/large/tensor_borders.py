@@ -84,7 +84,9 @@ class Crossing:
 
     def borders(self, is_output: bool) -> dict[int, _Border]:
         """Return the layouts of the results or of the arguments, by position."""
-        return self.outputs if is_output else self.inputs
+        if is_output:
+            return self.outputs
+        return self.inputs
 
     def to_local(self, tree: Any, is_output: bool) -> Any:
         """Return `tree` with local tensors in place of DTensors. The layouts are kept here."""
@@ -159,8 +161,9 @@ def _placement_of_gradient(present: Any, given: Any) -> Any:
     """Return the placement for the local gradient of a tensor with the placement `given`."""
     if present.is_partial():  # a sum over ranks stays for the other side
         return present
-    # The shape of the local tensor, which is whole in a sum too.
-    return Replicate() if given.is_partial() else given
+    if given.is_partial():  # the shape of the local tensor, which is whole in a sum too
+        return Replicate()
+    return given
 
 
 class Arrived(torch.autograd.Function):

@@ -314,7 +314,8 @@ def _fitting(settings: Settings) -> Settings:
         ("offload.link_gradients", settings.link_gradients, "exact", f"quantizes gradients in blocks, {whole}"),
     )  # fmt: skip
     for key, value, allowed, why in refused:
-        allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+        if not isinstance(allowed, tuple):
+            allowed = (allowed,)
         if value not in allowed:
             raise ConfigError(
                 f"{key} is {value}, but the model is tensor-parallel (DTensor parameters), and this setting {why}: "

@@ -97,7 +97,9 @@ class TiledForwards(Stage):
             return ""
         shown = ", ".join(f"{name} of {count} blocks" for name, count in modules.items())
         sizes = ", ".join(map(str, sorted(set(self._sizes.values()))))
-        whole = f"; whole: {reasons}" if (reasons := self._describe_whole()) else ""
+        whole = ""
+        if reasons := self._describe_whole():
+            whole = f"; whole: {reasons}"
         return (
             f"{shown} run over tiles of {sizes} tokens, each recomputed in the backward{whole}. Losses equal those of "
             "whole sequences, and gradients too, up to the summation order"

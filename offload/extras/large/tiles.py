@@ -59,7 +59,9 @@ class RowModule:
         sizes = {tensors[i].shape[self.axis] for i in self.cut}
         # A gradient for a tensor without rows would be a sum over tiles; gradients here are put side by side.
         is_shared = all(i in self.cut or not t.requires_grad for i, t in enumerate(tensors))
-        return sizes.pop() if len(sizes) == 1 and is_shared else 0
+        if len(sizes) != 1 or not is_shared:
+            return 0
+        return sizes.pop()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4
 
 
 def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
-    dims = 1 if by_row else (0, 1)
+    dims: int | tuple[int, int] = (0, 1)
+    if by_row:
+        dims = 1
     amax = torch.linalg.vector_norm(matrix, math.inf, dim=dims, keepdim=True).float()
     # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
     scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
@@ -60,7 +62,10 @@ def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMa
 
 def _in_plan(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
     """Cast on `meta`, with the bytes that the kernels read and write, and the memory of the torch operations."""
-    amax = matrix.new_empty(len(matrix), 1) if by_row else torch.linalg.vector_norm(matrix, math.inf, keepdim=True)
+    if by_row:  # the cast finds them itself
+        amax = matrix.new_empty(len(matrix), 1)
+    else:
+        amax = torch.linalg.vector_norm(matrix, math.inf, keepdim=True)
     # Allocated for the count alone: the operations hold a quotient in fp32.
     quotient = matrix.new_empty(matrix.shape, dtype=torch.float32)
     values = matrix.to(dtype, memory_format=torch.contiguous_format)
@@ -76,7 +81,9 @@ _Launches = tuple[Launch, Launch | None]
 
 def program(name: str, matrix_dtype: torch.dtype, dtype: torch.dtype, by_row: bool) -> Program:
     """Return the program of the kernel `cast_rows` or `find_amax_of_rows`."""
-    values = f", {_MANTISSA_BITS[dtype]}, {str(by_row).lower()}" if name == "cast_rows" else ""
+    values = ""
+    if name == "cast_rows":
+        values = f", {_MANTISSA_BITS[dtype]}, {str(by_row).lower()}"
     return Program.of('#include "device_fp8.inl"\n', f"{name}<{_ELEMENTS[matrix_dtype]}{values}>")
 
 
@@ -105,15 +112,22 @@ def _find_launches(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> _Launche
         program("cast_rows", *key),
         lambda launch: _find_wrong_cast((launch, amax_of_rows), matrix.device, *key),
     )
-    return None if cast is None else (cast, amax_of_rows)
+    if cast is None:
+        return None
+    return cast, amax_of_rows
 
 
 def _launch(launches: _Launches, matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
     cast, amax_of_rows = launches
     rows, columns = matrix.shape
     values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-    scale = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=matrix.device)
-    amax = scale if amax_of_rows is None else _find_amax(amax_of_rows, matrix).amax()
+    num_scales = 1
+    if by_row:
+        num_scales = rows
+    scale = torch.empty(num_scales, 1, dtype=torch.float32, device=matrix.device)
+    amax = scale  # not read: the cast finds the values of rows itself
+    if amax_of_rows is not None:
+        amax = _find_amax(amax_of_rows, matrix).amax()
     cast(rows * THREADS, [matrix, amax, values, scale, columns, LEAST_AMAX, LARGEST[dtype]])
     return ScaledMatrix(values, scale)
 
@@ -129,7 +143,9 @@ def _find_amax(amax_of_rows: Launch, matrix: Tensor) -> Tensor:
 def _find_wrong_amax(device: torch.device, matrix_dtype: torch.dtype, launch: Launch) -> str:
     matrix = _example(matrix_dtype)
     found = _find_amax(launch, matrix.to(device)).cpu()
-    return "" if _are_equal(found, matrix.abs().amax(1).float()) else "other largest values than on the host"
+    if _are_equal(found, matrix.abs().amax(1).float()):
+        return ""
+    return "other largest values than on the host"
 
 
 def _find_wrong_cast(

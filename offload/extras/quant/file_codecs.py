@@ -138,7 +138,9 @@ class LevelTable(NumberFormat):
 
     def __init__(self, levels: Tensor, *, first_is_low: bool) -> None:
         byte: Any = torch.arange(256, device="cpu")
-        halves = (byte & 15, byte >> 4) if first_is_low else (byte >> 4, byte & 15)
+        halves = byte >> 4, byte & 15
+        if first_is_low:
+            halves = byte & 15, byte >> 4
         self.tables = torch.stack([levels[half] for half in halves], 1).view(torch.uint8).view(-1)
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:

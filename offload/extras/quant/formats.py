@@ -117,7 +117,8 @@ class RecordTensor(QuantizedTensor):
         # Dequantized records stay cached until a read reaches their end: a weight is read in consecutive pieces.
         entry, block = self.entries[name], self.codec.block
         numel = math.prod(entry.shape)
-        end = numel if end is None else end
+        if end is None:
+            end = numel
         first, last = begin // block, -(-end // block)
         low, high = first * block, min(last * block, numel)
         if self._cache is None or self._cache[0] != (low, high):
@@ -239,7 +240,9 @@ class BlockFp8(TensorFormat):
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:  # noqa: ARG002
         block = self._quantization.get("weight_block_size")
         # `assemble` reads the value of a scale for the whole matrix.
-        scales = torch.ones(1) if block is None else empty(_grid(weight.shape, block), torch.float32)
+        scales = torch.ones(1)
+        if block is not None:
+            scales = empty(_grid(weight.shape, block), torch.float32)
         return {".weight": empty(weight.shape, torch.float8_e4m3fn), ".weight_scale_inv": scales}
 
 
@@ -361,7 +364,9 @@ class CompressedTensors(TensorFormat):
             if not weights.get("symmetric", True):
                 raise ConfigError("as integers with zero points (asymmetric) of compressed-tensors")
             if weights.get("num_bits", 8) not in (4, 8) or weights.get("actorder"):
-                feature = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
+                feature = "with actorder"
+                if not weights.get("actorder"):
+                    feature = f"with {weights['num_bits']} bits"
                 raise ConfigError(f"{feature} of compressed-tensors")
 
     def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
@@ -402,7 +407,9 @@ class CompressedTensors(TensorFormat):
         groups = (self._quantization.get("config_groups") or {}).values()
         by_target = {target: group for group in groups for target in group.get("targets") or ()}
         target = target_of(weight, by_target)
-        return by_target[target] if target is not None and by_target[target].get("weights") else None
+        if target is None or not by_target[target].get("weights"):  # a group may quantize activations alone
+            return None
+        return by_target[target]
 
     def planned_members(self, weight: PlannedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         group, shape = self._group(weight) or {}, weight.shape
@@ -423,7 +430,9 @@ class CompressedTensors(TensorFormat):
         else:
             scales = empty(_grid(shape, tile), scale_dtype)
         if (group.get("format") or self._quantization.get("format")) != "pack-quantized":
-            number = torch.float8_e4m3fn if told.get("type") == "float" else torch.int8
+            number = torch.int8
+            if told.get("type") == "float":
+                number = torch.float8_e4m3fn
             return {".weight": empty(shape, number), self.marker: scales}
         return {
             ".weight_packed": empty((rows, -(-width * bits // 32)), torch.int32),

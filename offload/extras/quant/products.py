@@ -144,8 +144,9 @@ class Fp8Products(Stage):
                     "is split into row blocks, and scales need the whole weight: raise --offload.device_memory, or set "
                     "--train.matmul precision."
                 )
-        way = "" if multiplies_fp8(host.device.torch_device.type) else ", emulated in fp32 on this device (slow)"
-        text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul}){way}"
+        text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul})"
+        if not multiplies_fp8(host.device.torch_device.type):
+            text += ", emulated in fp32 on this device (slow)"
         return cls(inner, host.model, settings, text)
 
     @classmethod
@@ -196,7 +197,9 @@ def _check_layers(model: nn.Module, settings: Settings) -> list[nn.Linear]:
         return layers
     shapes = [_shape_of(layer) for layer in _linears(model)]
     largest = max(shapes, key=lambda shape: (min(shape), max(shape)), default=None)
-    found = "have no torch.nn.Linear" if largest is None else f"have none; the largest has {list(largest)}"
+    found = "have no torch.nn.Linear"
+    if largest is not None:
+        found = f"have none; the largest has {list(largest)}"
     raise ConfigError(
         f"train.matmul is {settings.matmul}, for linear layers of {LEAST_SIZE} or more inputs and outputs, in "
         f"multiples of {_MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."

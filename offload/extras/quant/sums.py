@@ -75,8 +75,10 @@ class QuantizedSums(ExactSums):
 
     def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         step = len(terms) // self.between.size
-        # A step sends the terms, and the sum where other ranks need it.
-        return (2 if len(into) > step else 1) * step // self._codec.block * self._codec.record_bytes
+        num_sent = step
+        if len(into) > step:  # other ranks need the sum as well as the terms
+            num_sent += step
+        return num_sent // self._codec.block * self._codec.record_bytes
 
     def run(
         self, state: RegionState, terms: torch.Tensor, own_sum: torch.Tensor, target: torch.Tensor, measure: Measure

@@ -66,7 +66,9 @@ class Forwards(Method):
             self._start_updates(is_batch=True)
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
-        record = None if skipped else measured  # a skipped step has nothing to replay
+        record: ZerothOrderRecord | None = measured
+        if skipped:  # there is nothing to replay
+            record = None
         return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=record)
 
     def trial(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:

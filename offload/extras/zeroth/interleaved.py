@@ -138,12 +138,16 @@ class _PausedPass:
         """`last`: the state restored last; unchanged parts are reused."""
         self._host = host
         self._random = host.device.random_state()
-        self._python_random: RngState = RngState.capture(None if last is None else last._python_random)
+        random = None
+        if last is not None:
+            random = last._python_random
+        self._python_random: RngState = RngState.capture(random)
         self._resume_pass = host.runner.interrupt_pass()
-        is_same = last is not None and last._attributes.are_unchanged
-        self._attributes: DictSnapshots = (
-            last._attributes if last is not None and is_same else DictSnapshots(map(vars, modules))
-        )
+        self._attributes: DictSnapshots
+        if last is not None and last._attributes.are_unchanged:
+            self._attributes = last._attributes
+        else:
+            self._attributes = DictSnapshots(map(vars, modules))
 
     def put_back(self, current: _PausedPass) -> None:
         """Restore this state in place of the `current` one."""

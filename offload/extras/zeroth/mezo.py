@@ -89,7 +89,9 @@ class MeZO(UpdateRule):
         return None
 
     def place_update(self, place: str, num_ranks: int) -> str:
-        return HOST if place == HOST or num_ranks > 1 else SLOT  # a rank updates a part of the weights
+        if place == HOST or num_ranks > 1:  # a rank updates a part of the weights
+            return HOST
+        return SLOT
 
     @cached_property
     def mark(self) -> str:
@@ -107,7 +109,9 @@ class MeZO(UpdateRule):
 
     @property
     def title(self) -> str:
-        return super().title + ("" if self.has_low else " with weights in bf16 alone")
+        if self.has_low:
+            return super().title
+        return f"{super().title} with weights in bf16 alone"
 
     def threshold(self, weights: torch.Tensor) -> float:
         """Return the largest magnitude among participating weights of a parameter; infinity: all participate.

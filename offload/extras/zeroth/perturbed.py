@@ -68,7 +68,9 @@ class PerturbedWeights:
         if self._current != (unit.number, direction) and not unit.resident:
             self._fill(unit, direction, 0)
             self._current = unit.number, direction
-        unit.install(self._live(unit, number if unit.resident else side))
+        if unit.resident:  # all passes have their weights at once
+            side = number
+        unit.install(self._live(unit, side))
 
     def _live(self, unit: Unit, place: int) -> dict[int, nn.Parameter]:
         moved = self._views.get((unit.number, place), {})

@@ -35,8 +35,10 @@ class ZerothOrderRecord(NamedTuple):
         plus, minus = ([pair[side] for pair in self.losses] for side in (0, 1))
         lists = {"projected_grad": list(self.slopes), "loss_plus": plus, "loss_minus": minus}
         shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
-        frozen = {"frozen": list(self.frozen)} if self.frozen else {}
-        return {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule, **frozen}
+        fields: dict[str, Any] = {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule}
+        if self.frozen:
+            fields["frozen"] = list(self.frozen)
+        return fields
 
     @classmethod
     def of(cls, record: Any) -> ZerothOrderRecord:
@@ -49,11 +51,16 @@ class ZerothOrderRecord(NamedTuple):
             if isinstance(record, Mapping):
                 loss = record.get("loss")  # null in a log: not finite
                 skipped = "seed" not in record and (loss is None or not math.isfinite(float(loss)))
-                seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
+                seed = 0
+                slopes: Any = ()
+                if not skipped:
+                    seed, slopes = record["seed"], record["projected_grad"]
                 rule, frozen = record.get("rule", ""), tuple(record.get("frozen", ()))
                 record = cls(record["step"], seed, slopes, record.get("lr"), rule=rule, frozen=frozen)
             step, seed, slopes, lr = (*record, None)[:4]  # a tuple of three has no learning rate
-            slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
+            if not isinstance(slopes, list | tuple):  # one direction
+                slopes = [slopes]
+            slopes = tuple(map(float, slopes))
             if lr is not None:
                 lr = float(lr)
             if not all(math.isfinite(number) for number in (*slopes, lr or 0.0)):

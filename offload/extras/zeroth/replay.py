@@ -61,7 +61,9 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
         first = engine.num_steps
         records = [line for line in lines if line["step"] > first]  # a checkpoint has the steps before
         num_updates = sum("projected_grad" in line for line in records)  # a skipped step has none
-        skipped = f", {len(records) - num_updates} more were skipped" if len(records) > num_updates else ""
+        skipped = ""
+        if len(records) > num_updates:
+            skipped = f", {len(records) - num_updates} more were skipped"
         say(f"replaying {counted(num_updates, 'step')}{skipped} ...")
         tell("replaying", lambda: Amount(engine.num_steps - first, len(records), "steps"))
         # Each process of the run logged a fingerprint of the weights in the first step: check there.
@@ -76,7 +78,9 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             write_adapter(engine.model, {**buffers_of(engine.model), **values}, out, {}, removed)
         else:
             engine.export(out, DTYPES[dtype])
-        return records[-1]["step"] if records else first
+        if not records:  # the checkpoint is of the last step
+            return first
+        return records[-1]["step"]
 
 
 def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Path) -> None:
@@ -107,7 +111,10 @@ def _open(
         seed=config.run.seed,
         device="cpu",
     )
-    built = _build_adapted(base, config) if config.lora.adapts else _build_whole(base, config)
+    if config.lora.adapts:
+        built = _build_adapted(base, config)
+    else:
+        built = _build_whole(base, config)
     freeze(built.model, config.optimizer.freeze)
     fill = MeasuredFill(built, num_ranks=1)
     tell("reading the weights", fill.amount)
