@@ -246,6 +246,17 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
     assert signal.getsignal(number) == before
 
 
+def test_a_stop_says_where_the_step_is() -> None:
+    """A first step takes minutes with a large model."""
+    said: list[str] = []
+    with StopSignals(said.append) as stop:
+        stop.begin(lambda: Amount(place="forward layers.3, unit 5 of 9"))
+        signal.raise_signal(signal.SIGINT)
+    assert said == [
+        "SIGINT: finishing this step (forward layers.3, unit 5 of 9), then saving; once more to leave at once."
+    ]
+
+
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from offload.amounts import Measure, unmeasured
 from offload.distributed.comm import Comm
 from offload.interrupts import STOP_SIGNALS, is_wanted
 
@@ -41,8 +42,9 @@ class StopSignals:
         # A checkpoint on request.
         self._wants_save = False
         self._is_save_announced = False
-        # How a signal counts now.
+        # How a signal counts now, and how far the step is.
         self._waits = False
+        self._measure: Measure = unmeasured
         self._is_ignoring = False
         self._before: dict[int, Any] = {}
         self._last = (0, -math.inf)  # last signal and its time
@@ -61,8 +63,9 @@ class StopSignals:
                 handler = signal.SIG_IGN
             signal.signal(number, handler)
 
-    def begin(self) -> None:
-        """From now on there are states to save: the first signal requests a stop."""
+    def begin(self, measure: Measure = unmeasured) -> None:
+        """From now on there are states to save: the first signal requests a stop. `measure`: of a step."""
+        self._measure = measure
         self._waits = True
 
     def ignore(self) -> None:
@@ -113,8 +116,10 @@ class StopSignals:
         # When a rank is gone, torchrun sends SIGTERM to the others, maybe before they notice. Then nothing is saved, so
         # print nothing here. If a user sent the signal, `is_agreed` prints the message.
         if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
+            place = self._measure().place
+            at = f" ({place})" if place else ""
             self._is_announced = self._announce(
-                f"{self.name}: finishing this step, then saving; once more to leave at once."
+                f"{self.name}: finishing this step{at}, then saving; once more to leave at once."
             )
 
     def _announce(self, text: str) -> bool:

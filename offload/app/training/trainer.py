@@ -172,7 +172,7 @@ class Trainer:
             if self._is_first and self._run_progress.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._run_progress.num_done))
         # From here on a signal saves: there are states, and a folder for them.
-        self._stop.begin()
+        self._stop.begin(run.engine.amount)
         self._callbacks.begin(run, self._run_progress)
         try:
             try:
