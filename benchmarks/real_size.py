@@ -45,6 +45,7 @@ SILENCE_S = 10.0
 OPENING, STEPS = "opening", "step "
 PHASES = (
     "reading the weights",
+    "making room for the weights",
     "recording the model",
     "comparing the engine",
     "running the first pass",
@@ -86,7 +87,7 @@ class Watch:
     phase: str = OPENING
     """The current phase."""
     program_bytes: int = 0
-    """Private memory before the first weight: PyTorch, the program, data and plan."""
+    """Private memory before the first weight, as the first phase begins: PyTorch, the program, data and plan."""
     disk_bytes: int = 0
     """Most bytes on disk for states."""
 
@@ -99,7 +100,7 @@ class Watch:
         for line in self.process.stdout:
             self.lines.append((time.monotonic() - begin, line.rstrip()))
             self.phase = next((text for text in PHASES if line.startswith(text)), self.phase)
-            if self.phase == PHASES[0] and not self.program_bytes:
+            if self.phase != OPENING and not self.program_bytes:
                 with contextlib.suppress(OSError):  # it has ended
                     self.program_bytes = self._private_bytes()
             say(f"  {self.lines[-1][0]:7.1f} s  {self.lines[-1][1]}")
@@ -213,6 +214,8 @@ def figures(run: Path, watch: Watch, seconds: float) -> dict[str, Any]:
             "disk bytes": plan["tiers"].get("nvme", {}).get("bytes", 0),
             "operation bytes": plan["operations_bytes"],
             "loading bytes": plan["loading_bytes"],
+            "lent bytes": plan["lent_bytes"],
+            "copy bytes": plan["copy_bytes"],
             "steady step": plan["step_seconds"],
             "lane bytes": plan.get("lane_bytes"),
         },
