@@ -33,7 +33,7 @@ from offload.engine.engine import Engine
 from offload.engine.prepare import prepare
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.extras.plan.measure import BatchSpec, measure
-from offload.extras.plan.memory import INPUTS, KEPT, OPERATIONS, footprint
+from offload.extras.plan.memory import INPUTS, KEPT, OPERATIONS, Footprint, footprint, with_copy
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import SpecifiedMachine
@@ -72,7 +72,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4},
 }
 _KINDS = {"bert": "masked", "t5": "seq2seq"}
-_PLACED = ("parameters", "optimizer", "activations", "graphs", "device_memory")
+_PLACED = ("parameters", "optimizer", "activations", "graphs", "device_memory", "host_memory")
 _CHOSEN = (
     *("precision", "micro_batch_size", "recompute", "max_grad_norm"),
     *("zero_stage", "head_chunk_bytes", "sequence_tile"),
@@ -92,6 +92,7 @@ class Case:
     activations: str = "device"
     graphs: str = "device"
     device_memory: str | None = None
+    host_memory: str | None = "64GiB"
     micro_batch_size: int | None = None
     recompute: str = "always"
     rule: str = "adamw"
@@ -122,7 +123,7 @@ class Case:
         section = OptimizerSection(name=self.rule, lr=1e-3, states=self.states)  # type: ignore[arg-type]
         rule = make_rule(self.rule, dict(section))
         placed, chosen = ({name: getattr(self, name) for name in names} for names in (_PLACED, _CHOSEN))
-        placement = Placement(**placed, host_memory="64GiB", nvme_dir=folder)
+        placement = Placement(**placed, nvme_dir=folder)
         return Settings(optimizer=rule, placement=placement, device="cpu", **chosen)
 
     def batch(self, rank: int) -> dict[str, torch.Tensor]:
@@ -290,11 +291,7 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> MemorySource:
 
 def planned(case: Case, folder: str) -> MemorySource:
     """Return the forecast memory."""
-    with torch.device("meta"):
-        model = case.model()
-    prepared = prepare(model, case.settings(folder), SimulatedRanks(case.ranks), SpecifiedMachine(HERE, case.ranks))
-    work = measure(model, BatchSpec(case.kind, case.rows // case.ranks, case.length), prepared)
-    found = footprint(prepared, work, HERE, case.ranks)
+    found = forecast(case, folder)
     held = MemorySource(
         {(a.tier, a.name): a.num_bytes for a in found.allocations if a.name not in (INPUTS, KEPT, OPERATIONS)}
     )
@@ -302,6 +299,15 @@ def planned(case: Case, folder: str) -> MemorySource:
     of_device = (a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, OPERATIONS))
     held.operations = sum(of_device)
     return held
+
+
+def forecast(case: Case, folder: str) -> Footprint:
+    """Return the forecast memory of a run that saves checkpoints."""
+    with torch.device("meta"):
+        model = case.model()
+    prepared = prepare(model, case.settings(folder), SimulatedRanks(case.ranks), SpecifiedMachine(HERE, case.ranks))
+    work = measure(model, BatchSpec(case.kind, case.rows // case.ranks, case.length), prepared)
+    return with_copy(footprint(prepared, work, HERE, case.ranks), prepared, trained_only=False)
 
 
 def compare(case: Case) -> dict[str, Any]:

@@ -95,9 +95,10 @@ PLANS_HEAD = """# Plans
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
 as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
-the system's. GPUs, links, hosts' memory and disks are those of `offload/extras/plan/described/`, where a figure has its
-source; times are forecast, not measured. The share is of the products that the GPU could make. Made by
-`python -m benchmarks.plan_tables models > docs/plans.md`; `python -m offload.plan` lists one of them by name.
+the system's. Later steps use the rest of the device's budget too, for larger slots. GPUs, links, hosts' memory and
+disks are those of `offload/extras/plan/described/`, where a figure has its source; times are forecast, not measured.
+The share is of the products that the GPU could make. Made by `python -m benchmarks.plan_tables models > docs/plans.md`;
+`python -m offload.plan` lists one of them by name.
 """
 TIERS = {"device": ("device",), "host": ("cpu", "pinned"), "disk": ("nvme",)}
 

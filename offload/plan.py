@@ -115,6 +115,7 @@ def _show(prediction: Forecast) -> None:
 
     from offload.app.training.planner import describe_budget
     from offload.extras.plan.forecast import TIER_NAMES
+    from offload.layout.residence import DEVICE, HOST
 
     console = Console(highlight=False, markup=False)
     # No line breaks, so a flag can be copied with the value.
@@ -130,13 +131,15 @@ def _show(prediction: Forecast) -> None:
         )
         for each in sorted(tier_plan["allocations"], key=lambda a: -a["bytes"]):
             table.add_row(f"  {allocation_name(each['name'])}", format_bytes(each["bytes"]))
-    peaks = {
-        "while loading": prediction.memory.loading_bytes,
-        "while operations run": prediction.memory.operations_bytes,
-    }
-    for when, num_bytes in peaks.items():
+    memory = prediction.memory
+    for when, tier, num_bytes in (
+        ("while loading", HOST, memory.loading_bytes),
+        ("while operations run", HOST, memory.operations_bytes),
+        ("at checkpoints", HOST, memory.copy_bytes),
+        ("after the third step", DEVICE, memory.lent_bytes),
+    ):
         if num_bytes:
-            table.add_row(f"{when}, {TIER_NAMES['cpu']}", format_bytes(num_bytes))
+            table.add_row(f"{when}, {TIER_NAMES[tier]}", format_bytes(num_bytes))
     console.print(table)
     console.print("\n".join((*describe_times(prediction), *describe_fit(prediction))), soft_wrap=True)
 

@@ -56,6 +56,28 @@ _BUFFERS = _IN_FLIGHT + 1  # plus one being filled
 _T = TypeVar("_T")
 
 
+def share_bytes(contents: Contents, num_ranks: int) -> int:
+    """Return a rank's share of a checkpoint, in bytes."""
+    num_bytes = sum(
+        entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
+    )
+    return num_bytes // num_ranks
+
+
+def copy_bytes(num_bytes: int, budget_bytes: int | None, held_bytes: int, free_bytes: int) -> int:
+    """Return the spare host memory, in bytes, for a copy of `num_bytes`, a rank's share of a checkpoint.
+
+    Full disk speed needs no copy. With the copy, training continues while the disk writes.
+
+    budget_bytes: limit for this rank, of which `held_bytes` are in use. All the rest is for the copy, and given back on
+    demand. None: no limit; then half of the `free_bytes` of the machine, this rank's part.
+    """
+    room_bytes = free_bytes // 2
+    if budget_bytes is not None:
+        room_bytes = budget_bytes - held_bytes
+    return max(0, min(num_bytes + CHUNK_BYTES, room_bytes))
+
+
 class Writer:
     """Writes parameter slices into a folder created by `Save`. For use from one thread.
 

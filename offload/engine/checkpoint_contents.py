@@ -6,7 +6,7 @@ stage or another placement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count, takewhile
 
 import torch
@@ -19,7 +19,8 @@ from offload.engine.state import EngineState
 from offload.engine.weights import Weights
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, ERROR, STALE
-from offload.layout.regions import Region
+from offload.layout.regions import ParameterInfo, Region
+from offload.layout.sharding import Sharding
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState, Tile
 
@@ -33,27 +34,37 @@ BUFFER = "buffer"
 
 def contents_of(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
     """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
-    contents = {}
+    contents: dict[str, Entry] = {}
     store = engine.memory.store
-    for state in store.states.values():
-        left_out = unsaved_planes(state.is_stale)
-        kept = [plane for plane in state.region.states if plane.name not in left_out]
-        planes = {plane.name: plane.dtype for plane in kept}
-        blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
-        num_errors = 0
-        if state.error is not None:  # gradients are exchanged in codes
-            num_errors = store.sharding.num_replicas
-        errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
-        for info in (store.infos[index] for index in state.region.parameters):
-            if changed is not None and not state.region.trainable and info.name not in changed:
-                continue
-            shape = tuple(info.shape)
-            counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
-            factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
-            contents[info.name] = Entry(shape, planes | factors | errors, blocks, counts)
+    for region, state in store.states.items():
+        entries = region_entries(region, store.infos, store.sharding, is_late=state.is_stale)
+        if changed is not None and not region.trainable:
+            entries = {name: entry for name, entry in entries.items() if name in changed}
+        contents |= entries
     for name, buffer in buffers_in_state_dict(engine.flow.model).items():
         contents[name] = Entry(tuple(buffer.shape), {BUFFER: buffer.dtype})
     return contents
+
+
+def region_entries(
+    region: Region, infos: Sequence[ParameterInfo], sharding: Sharding, *, is_late: bool
+) -> dict[str, Entry]:
+    """Return the entries for the parameters in a region. `is_late`: passes compute with stale weights."""
+    left_out = unsaved_planes(is_late)
+    kept = [plane for plane in region.states if plane.name not in left_out]
+    planes = {plane.name: plane.dtype for plane in kept}
+    blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
+    num_errors = 0
+    if sharding.error_bytes(region):  # gradients are exchanged in codes
+        num_errors = sharding.num_replicas
+    errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
+    entries = {}
+    for info in (infos[index] for index in region.parameters):
+        shape = tuple(info.shape)
+        counts = {each.name: each.numel(shape) for each in region.factors if each.numel(shape)}
+        factors = {each.name: each.dtype for each in region.factors if each.name in counts}
+        entries[info.name] = Entry(shape, planes | factors | errors, blocks, counts)
+    return entries
 
 
 def unsaved_planes(is_late: bool) -> set[str]:

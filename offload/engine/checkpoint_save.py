@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any
 
 from offload.amounts import Amount
-from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Contents, Entry, name_of
+from offload.checkpoint.manifest import MANIFEST, Entry, name_of
 from offload.checkpoint.reader import CHANGED
 from offload.checkpoint.spread import broadcast_value, keepers
-from offload.checkpoint.writer import Save, Writer
+from offload.checkpoint.writer import Save, Writer, copy_bytes, share_bytes
 from offload.distributed.outcomes import share_failure
 from offload.engine.checkpoint_contents import (
     BUFFER,
@@ -133,8 +133,11 @@ class PendingCheckpoint:
         with share_failure(comm, "writing of the checkpoint"):
             host = engine.memory.host
             host.make_room()  # frees the copy from an earlier save
-            num_bytes = _share_bytes(engine.memory.store, self._contents)
-            spare_bytes = _spare_bytes(engine, num_bytes) if copies else 0
+            num_bytes = share_bytes(self._contents, engine.memory.store.sharding.num_ranks)
+            spare_bytes = 0
+            if copies:
+                free_bytes = memory()["available_bytes"] // comm.local_size
+                spare_bytes = copy_bytes(num_bytes, host.budget_bytes, host.current_bytes, free_bytes)
             writer = opened.enter_context(Writer(path, comm.rank, self._contents, spare_bytes=spare_bytes))
             if writer.spare_bytes:
                 opened.enter_context(host.reserve_until(_COPY, writer.spare_bytes, partial(_is_on_disk, writer)))
@@ -232,27 +235,6 @@ def _configuration(flow: Flow) -> dict[str, bytes]:
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
-
-
-def _share_bytes(store: Store, contents: Contents) -> int:
-    """Return this rank's share of a checkpoint, in bytes."""
-    num_bytes = sum(
-        entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
-    )
-    return num_bytes // store.sharding.num_ranks
-
-
-def _spare_bytes(engine: EngineState, share_bytes: int) -> int:
-    """Return the spare host memory, in bytes, for a copy of this rank's share.
-
-    With a budget: the unused part, given back on demand. Without: half the free memory.
-    """
-    host = engine.memory.host
-    if host.budget_bytes is not None:
-        free = host.budget_bytes - host.current_bytes
-    else:
-        free = memory().get("available_bytes", 0) // engine.memory.comm.local_size // 2
-    return max(0, min(share_bytes + CHUNK_BYTES, free))
 
 
 def _is_on_disk(writer: Writer) -> bool:

@@ -46,6 +46,8 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     fitting = {each["change"]: each["step_seconds"] for each in found["alternatives"] if each["fits"]}
     assert {each["change"]: each["step_seconds"] for each in found["levers"]} == fitting
     assert found["hides_from_tokens"] > 0
+    assert found["copy_bytes"] > 0
+    assert 0 < found["lent_bytes"] <= found["tiers"]["device"]["budget_bytes"] - found["tiers"]["device"]["bytes"]
 
 
 def test_the_first_words_come_before_the_imports(

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.plan_memory import CASES, Case, actual, compare, planned
+from benchmarks import plan_memory
+from benchmarks.plan_memory import CASES, NUM_STEPS, Case, actual, compare, planned
+from offload import Engine, plan
 from offload.app.config.config import Config
+from offload.checkpoint.manifest import CHUNK_BYTES
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.errors import format_bytes
 from offload.extras.plan.alternatives import apply_change, forecast, place
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import Kept, StepMemory
-from offload.extras.plan.run_forecast import note_slow_precision
+from offload.extras.plan.run_forecast import describe_forecast, note_slow_precision
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.extras.plan.workload import Workload
 from offload.planning.memory import Allocation
+from tests.matrix import quick
 
 SMALL = Case(rows=2, length=32)
+COPY = "copy for a checkpoint"
 
 
 @pytest.mark.slow
@@ -45,6 +52,63 @@ def test_what_is_told_is_held(case: Case) -> None:
     assert found["operations_ratio"] == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    "case",
+    quick(
+        [
+            replace(SMALL, device_memory="4MiB"),
+            replace(SMALL, device_memory="4MiB", precision="bf16", micro_batch_size=1),
+            replace(SMALL, device_memory="5MiB", precision="bf16", states="int8", parameters="nvme", optimizer="nvme"),
+            replace(SMALL, device_memory="64MiB", host_memory="24MiB"),
+            replace(SMALL, device_memory="24MiB", rule="adafactor", host_memory=None),
+            replace(SMALL, device_memory="4MiB", rule="mezo"),
+            replace(SMALL, device_memory="4MiB", family="gpt2", activations="cpu"),
+        ],
+        [replace(SMALL, device_memory="4MiB")],
+    ),
+    ids=str,
+)
+def test_what_a_lasting_run_and_a_checkpoint_hold_is_told(case: Case, tmp_path: Path) -> None:
+    """Spare device memory goes to the slots and the gradient buffer, and spare host memory to a copy of the states."""
+    told = plan_memory.forecast(case, str(tmp_path))
+    with Engine(case.model(), settings=case.settings(str(tmp_path))) as engine:
+        engine.step(case.batch(0))
+        assert engine.counters.peak_device_bytes == told.total("device")
+        for _ in range(NUM_STEPS):
+            engine.step(case.batch(0))
+        assert engine.counters.peak_device_bytes == told.total("device") + told.lent_bytes > told.total("device")
+        with engine.begin_checkpoint(tmp_path / "saved"):
+            copied = [size for tier, name, size in engine.allocations if (tier, name) == ("cpu", COPY)]
+    assert copied == [told.copy_bytes]
+    host = told.budgets["cpu"]
+    assert (host == told.named_host_bytes + told.copy_bytes) == (case.host_memory == "24MiB"), (
+        "all the rest of a budget"
+    )
+
+
+def test_a_plan_says_what_is_lent_and_what_a_checkpoint_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    where = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.device_memory": "1GiB"}
+    forecaster = Forecaster(config(**where), 1)
+    found = forecaster.predict(config(**where), GPU, times=False)
+    memory = found.memory
+    assert memory.total("device") < memory.total("device") + memory.lent_bytes <= 1 << 30
+    states = sum(a.num_bytes for a in memory.allocations if a.tier != "device" and a.name != "gradients")
+    assert memory.copy_bytes == pytest.approx(states + CHUNK_BYTES, rel=0.01)
+    text = describe_forecast(found)
+    assert f"device {format_bytes(memory.total('device') + memory.lent_bytes)} of 1 GiB" in text
+    assert f"{format_bytes(memory.copy_bytes)} more on the host at checkpoints" in text
+    plan._show(found)
+    table = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"after the third step, device {format_bytes(memory.lent_bytes)}" in table
+    assert f"at checkpoints, host {format_bytes(memory.copy_bytes)}" in table
+    small = GPU.with_(host_bytes=memory.named_host_bytes + (64 << 20))
+    assert forecaster.predict(config(**where), small, times=False).memory.copy_bytes == 32 << 20, "half of what is free"
+    never = config(**where, **{"checkpoint.every": None})
+    assert forecaster.predict(never, GPU, times=False).memory.copy_bytes == 0
+    best = config(**where, **{"checkpoint.every": None, "checkpoint.keep_best": True})
+    assert forecaster.predict(best, GPU, times=False).memory.copy_bytes == memory.copy_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "auto"])
 def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(recompute: str, tmp_path: Path) -> None:
@@ -63,6 +127,8 @@ def test_frozen_weights_of_a_preset_are_planned_as_bf16_files() -> None:
     )
     num_bytes = [sum(a.num_bytes for a in memory.allocations if "low" in a.name) for memory in (downloaded, made)]
     assert (num_bytes[0], num_bytes[1] > 1 << 20) == (0, True)
+    trained = sum(a.num_bytes for a in downloaded.allocations if a.name in ("exp avg", "exp avg sq", "gradients"))
+    assert downloaded.copy_bytes == trained + CHUNK_BYTES, "weights and moments of the adapter, in fp32"
 
 
 def test_a_machine_with_fewer_devices_than_ranks_is_noted() -> None:

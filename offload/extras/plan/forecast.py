@@ -30,6 +30,7 @@ from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
 from offload.app.training.decisions import resolve
 from offload.app.training.parts import make_settings
+from offload.app.training.trainable import trainable_class
 from offload.engine.prepare import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
@@ -38,7 +39,7 @@ from offload.extras.large.dispatch import check_machines
 from offload.extras.large.tiles import Tiles
 from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
-from offload.extras.plan.memory import OPERATIONS, Footprint, footprint
+from offload.extras.plan.memory import OPERATIONS, Footprint, footprint, with_copy
 from offload.extras.plan.routed import describe_experts
 from offload.extras.plan.search import PlacementSearch
 from offload.extras.plan.simulated_ranks import SimulatedRanks
@@ -208,6 +209,8 @@ class Forecast:
             "tiers": self.tiers,
             "loading_bytes": self.memory.loading_bytes,
             "operations_bytes": self.memory.operations_bytes,
+            "lent_bytes": self.memory.lent_bytes,
+            "copy_bytes": self.memory.copy_bytes,
             "shortfalls": self.memory.shortfalls,
             "step_seconds": getattr(timing, "step_seconds", None),
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
@@ -395,6 +398,8 @@ class Forecaster:
         if workload is not None and (text := describe_experts(prepared.structure, workload)):
             notes.append(text)
         memory = footprint(prepared, workload, hardware, self.num_ranks)
+        if config.checkpoint.every is not None or config.checkpoint.keep_best:
+            memory = with_copy(memory, prepared, trainable_class(config).trained_only)
         step, timing = None, None
         # The memory is known all the same, and shown.
         if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):

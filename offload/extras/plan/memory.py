@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from offload.checkpoint.manifest import Entry
+from offload.checkpoint.writer import copy_bytes, share_bytes
+from offload.engine.checkpoint_contents import region_entries
 from offload.engine.prepare import EnginePlan
+from offload.engine.spare_memory import divide_memory
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, GraphChoice
@@ -18,7 +22,7 @@ from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
-from offload.planning.memory import LASTING, Allocation, bytes_on, gradient_lasts, resident_regions
+from offload.planning.memory import BUFFER, LASTING, SLOT, Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.tiers.placement import OFFLOADED
 
@@ -46,6 +50,9 @@ class Footprint:
     host_bytes: total host memory for this rank, for any purpose.
     is_one_memory: device memory is part of host memory.
     loading_bytes: temporary host memory before the first step, while operations hold nothing yet.
+    lent_bytes: spare device memory, lent to the slots and the gradient buffer after the third step or so. A run needs
+        less, so the allocations and `shortfalls` are without it.
+    copy_bytes: host memory for a copy of the states while a checkpoint is saved; 0: the run saves none.
     """
 
     allocations: tuple[Allocation, ...]
@@ -54,6 +61,8 @@ class Footprint:
     is_one_memory: bool
     loading_bytes: int
     kept: Kept
+    lent_bytes: int = 0
+    copy_bytes: int = 0
 
     def total(self, *tiers: str) -> int:
         """Return the total bytes on some tiers."""
@@ -65,11 +74,15 @@ class Footprint:
         return sum(a.num_bytes for a in self.allocations if (a.tier, a.name) == ("cpu", OPERATIONS))
 
     @property
+    def named_host_bytes(self) -> int:
+        """Bytes on the host in the budget: all but those of operations."""
+        return self.total("cpu", "pinned") - self.operations_bytes
+
+    @property
     def shortfalls(self) -> dict[str, int]:
         """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
-        operations = self.operations_bytes
-        named_bytes, device_bytes = self.total("cpu", "pinned") - operations, self.total(DEVICE)
-        used_bytes = named_bytes + max(operations, self.loading_bytes)
+        named_bytes, device_bytes = self.named_host_bytes, self.total(DEVICE)
+        used_bytes = named_bytes + max(self.operations_bytes, self.loading_bytes)
         if self.is_one_memory:
             used_bytes += device_bytes
         needs = {DEVICE: device_bytes, HOST: named_bytes, DISK: self.total(DISK)}
@@ -81,9 +94,11 @@ class Footprint:
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
     allocations, kept = prepared.plan.allocations, Kept()
+    lent_bytes = 0
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
         allocations, kept = step.allocations, step.kept
+        lent_bytes = sum(step.lent) - sum(step.least)
     resting = prepared.plan.residence.resting_labels(prepared.structure.regions)
     pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
     tiered = (
@@ -102,7 +117,25 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
         loading_bytes=4 * max(units),
         kept=kept,
+        lent_bytes=lent_bytes,
     )
+
+
+def with_copy(memory: Footprint, prepared: EnginePlan, trained_only: bool) -> Footprint:
+    """Return the memory of a run that saves checkpoints, without the buffers of the model. `trained_only`: as in
+    `Engine.begin_checkpoint`.
+    """
+    structure, sharding = prepared.structure, prepared.plan.residence.sharding
+    contents: dict[str, Entry] = {}
+    for region in structure.regions:
+        if region.trainable or not trained_only:
+            contents |= region_entries(region, structure.infos, sharding, is_late=prepared.settings.delay > 0)
+    named_bytes = memory.named_host_bytes
+    free_bytes = memory.host_bytes - named_bytes
+    if memory.is_one_memory:
+        free_bytes -= memory.total(DEVICE) + memory.lent_bytes
+    size = copy_bytes(share_bytes(contents, sharding.num_ranks), memory.budgets[HOST], named_bytes, free_bytes)
+    return replace(memory, copy_bytes=size)
 
 
 def device_budget(plan: Plan, hardware: Hardware) -> int | None:
@@ -143,6 +176,19 @@ class StepMemory:
     def device_bytes(self) -> int:
         """Peak device bytes, with minimum sizes for slots and gradient buffer."""
         return self._planned_bytes + bytes_on("device", self._largest_step)
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """Planned bytes of the slots, and of the gradient buffer."""
+        return self.plan.range(SLOT)[0], self.plan.range(BUFFER)[0]
+
+    @cached_property
+    def lent(self) -> tuple[int, int]:
+        """Bytes of the slots, and of the gradient buffer, once the engine has lent them the spare memory."""
+        if self.budget is None:
+            return self.least
+        room_bytes = self.budget - (self.device_bytes - sum(self.least))
+        return divide_memory(room_bytes, self.plan.range(SLOT), self.plan.range(BUFFER))
 
     @cached_property
     def _largest_step(self) -> list[Allocation]:

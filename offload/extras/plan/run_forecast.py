@@ -20,6 +20,7 @@ from offload.extras.plan.alternatives import (
 )
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.timing import Timing
+from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.planning.machines import ThisMachine
@@ -138,8 +139,13 @@ def describe_misfit(prediction: Forecast) -> str:
 
 def describe_forecast(prediction: Forecast) -> str:
     """Return the forecast in one line: peak bytes per tier, step time and bottleneck."""
-    tiers = prediction.tiers
-    parts = [f"{tier} {format_bytes(tiers[tier]['bytes'])}{describe_budget(tiers, tier)}" for tier in tiers]
+    tiers, memory = prediction.tiers, prediction.memory
+    peaks = {tier: its["bytes"] for tier, its in tiers.items()}
+    if memory.lent_bytes:
+        peaks[DEVICE] += memory.lent_bytes
+    parts = [f"{tier} {format_bytes(peak)}{describe_budget(tiers, tier)}" for tier, peak in peaks.items()]
+    if memory.copy_bytes:
+        parts.append(f"{format_bytes(memory.copy_bytes)} more on the host at checkpoints")
     if prediction.timing is not None:
         parts.append(f"{prediction.timing.step_seconds:.3g} s a step, {prediction.timing.bound_by}-bound")
         if prediction.timing.bound_by != "compute" and (hidden := describe_hiding(prediction.timing)):

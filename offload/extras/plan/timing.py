@@ -9,7 +9,6 @@ from functools import cached_property
 from math import ceil
 
 from offload.engine.prepare import EnginePlan
-from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.noise import noise_costs
 from offload.extras.plan.routed import RoutedExperts, routed_experts
@@ -24,9 +23,7 @@ from offload.layout.sharding import Sharding
 from offload.machine.hardware import FP8, Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.memory import (
-    BUFFER,
     SHARDS,
-    SLOT,
     STAGING,
     gradient_lasts,
     resident_regions,
@@ -323,11 +320,7 @@ class PlannedStep:
         regions = [region for region in self.regions if region.index not in expert_regions]
         regions += [region for each in experts for region in (*each.hit, *each.missed)]
         residence, factor = _coarsen(plan.residence, regions, most_tiles)
-        slots_range, buffer_range = plan.range(SLOT), plan.range(BUFFER)
-        slots, buffer = slots_range[0], buffer_range[0]
-        if self.memory.budget is not None:  # spare memory is distributed
-            room = self.memory.budget - (self.memory.device_bytes - slots - buffer)
-            slots, buffer = divide_memory(room, slots_range, buffer_range)
+        slots, buffer = self.memory.lent
         staging = plan.of(residence.common, STAGING).num_bytes
         shards = plan.of("device", SHARDS).num_bytes
         if experts:  # merged experts are larger than one record
