@@ -6,7 +6,8 @@
 - violations: imports against the ring direction.
 - executed, opened, files: executed lines in a warm training step, total lines in their files, and the number of files,
   over all threads.
-- settings: command-line fields.
+- settings, choices: command-line fields, and values of those with named values.
+- settings_shown, choices_shown: of these, with an effect (`tests.settings_alive`).
 - use_calls, use_files: calls in a forward of a warm unit, and the number of files with the called functions.
 - prose: relative words per thousand.
 - tokens: names, keywords, numbers, strings and operators, without brackets and punctuation.
@@ -39,6 +40,7 @@ from typing import Any
 from offload.extras import NEEDS
 from tests import air
 from tests.prose import Measure
+from tests.settings_alive import table as settings_alive
 
 ROOT = Path(__file__).parents[1]
 CORE, APPLICATION = "core", "application"
@@ -221,14 +223,6 @@ def plan_imports(modules: Mapping[str, str]) -> dict[str, int]:
     return {"plan_names": len(names), "plan_modules": len({module for module, _ in names})}
 
 
-def num_settings() -> int:
-    """Return the number of command-line settings."""
-    from offload.app.config.config import Config
-
-    sections = (field.annotation for field in Config.model_fields.values())
-    return sum(len(section.model_fields) for section in sections)  # type: ignore[union-attr]
-
-
 # -- a traced step -----------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +339,7 @@ def shape() -> dict[str, Any]:
         "rings": rings,
         "violations": len(wrong),
         **warm_step(),
-        "settings": num_settings(),
+        **settings_alive.counts(),
         "prose": {name: round(Measure(ROOT / name).relative, 1) for name in ("offload", "docs", "tests")},
         **lines_with_air(modules),
         "longest": max(functions),
@@ -380,7 +374,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield f"classes over {LONG_CLASS} lines", str(found["classes_over_280"])
     yield "mean lines of a function; of the longest", f"{found['function_lines']}; {found['longest']}"
     yield "lines of tests", f"{found['tests']:,}"
-    yield "settings of the command line", str(found["settings"])
+    yield "settings of the command line; shown alive", "{settings}; {settings_shown}".format(**found)
+    yield "values of choices; shown alive", "{choices}; {choices_shown}".format(**found)
     yield "relative words in a thousand", ", ".join(f"{name} {n}" for name, n in found["prose"].items())
 
 

@@ -299,7 +299,9 @@ class _Build:
 
     def _set_token_ids(self, config: Config, data: Task) -> None:
         architecture, user_model = self.setup.architecture, self.user_model
-        if self.whole is None and config.model.init == "random" and TASKS["rows"].trains_tokenizer(config):
+        is_new = self.whole is None and config.model.init == "random"
+        # Rows of token ids have no tokenizer.
+        if is_new and data.tokenizer is not None and TASKS["rows"].trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
         if self.setup.model_kind.name == "reward":  # the model finds the last token in a row by this id
