@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Tra
 
 from offload import Config, Trainer
 from offload.engine.engine import Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, InterruptedRun
 from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
 from tests.run_folder import lines_of, numbers
@@ -232,6 +234,26 @@ def test_callbacks_are_told_of_a_run_and_go_on_with_it(
     assert [line["loss"] for line in again.logged] == [line["loss"] for line in lines[2:]]
     assert lines[-1]["tokens_seen"] == sum(line["tokens"] for line in lines)
     assert [each for each in again.told if each.startswith("epoch")], "the data have fewer rows than the run"
+
+
+@pytest.mark.slow
+def test_a_signal_within_a_step_says_the_unit(
+    settings: dict[str, Any], pretrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stops:
+        def on_train_begin(self, _config: Any, _state: Any, _control: Any, model: Any, **_more: Any) -> None:
+            signals = [signal.SIGTERM]  # a second one would leave at once
+
+            def stop(*_call: Any) -> None:
+                if signals:
+                    signal.raise_signal(signals.pop())
+
+            model.model.layers[1].register_forward_hook(stop)
+
+    settings |= {"model": {"path": str(pretrained)}}
+    with pytest.raises(InterruptedRun, match="interrupted by SIGTERM after step 1 of 4"):
+        Trainer(settings, data=ROWS, callbacks=[Stops]).run()
+    assert re.search(r"SIGTERM: finishing this step \(\w+ \S+, unit \d+ of \d+\), then", capsys.readouterr().out)
 
 
 @pytest.mark.slow
