@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut(run: Path, name: str, *steps: int) -> Path:
+    """Copy a run to a folder beside it, without the checkpoints of these steps: as it was before them."""
+    copy = Path(shutil.copytree(run, run.with_name(name)))
+    for step in steps:
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    return copy
 
 
 def flip(path: Path, bit: int | None = None) -> None:

@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,20 @@ from offload.accelerators import Accelerator
 from offload.errors import DoesNotFitError
 from offload.extras.plan.probe import Sizes, probe
 from offload.machine import limits
-from tests.accelerator.control import Control, Cost
+from tests.accelerator.control import Control
+from tests.accelerator.test_cost import SIMPLE
 from tests.engine.inside import parts_of
 from tests.machine.groups import second_version
 
 pytestmark = pytest.mark.accelerator
 
-SLOW = Cost(
+SLOW = replace(
+    SIMPLE,
     half_flops_per_s=2e10,
     single_flops_per_s=1e10,
     memory_bytes_per_s=4e9,
     to_device_bytes_per_s=4e8,
     to_host_bytes_per_s=8e8,
-    peer_bytes_per_s=4e8,
-    kernel_latency_s=0.0,
-    copy_latency_s=0.0,
-    launch_latency_s=0.0,
 )
 SIZES = Sizes(core_bytes=1 << 20, device_bytes=32 << 20)
 

@@ -304,26 +304,10 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "state emptied": (lambda s: s.optimizer.state.clear(), {}, "optimizer.state was used"),
     "state replaced": (lambda s: setattr(s.optimizer, "state", {}), {}, "optimizer.state was used"),
     "state read": (lambda s: s.optimizer.state[s.model[0].weight], {}, "are in the engine"),
-    "weights written": (lambda s: s.model[0].weight.data.mul_(0.5), {}, "0.weight cannot be written to"),
-    "weights loaded": (
-        lambda s: s.model.load_state_dict(s.model.state_dict()),
-        {},
-        r"load_state_dict\(\) does not work",
-    ),
     "frozen in turns": (lambda s: s.model[1].requires_grad_(len(s.called) % 2 == 0), {}, None),
     "an exhausted clip": (lambda s: s.accelerator.clip_grad_norm_(s.once, 0.01), {}, None),
     "a clip by hand": (lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 1.0), {}, None),
     "model.zero_grad": (lambda s: s.model.zero_grad(), {}, rf"set to None {IN_STEP}.*optimizer.zero_grad\(\)"),
-    "a gradient dropped": (
-        lambda s: setattr(s.model[2].weight, "grad", None),
-        {},
-        f"2.weight was set to None {IN_STEP}",
-    ),
-    "a gradient given": (
-        lambda s: setattr(s.model[2].weight, "grad", torch.ones(8, 8)),
-        {},
-        "cannot be given a gradient",
-    ),
 }
 
 

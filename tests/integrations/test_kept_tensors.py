@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import offload
-from offload import SGD, Engine
 from offload.errors import ConfigError
-from tests.engine.compare import assert_same
 from tests.engine.device import TWO_KERNELS, twin
 from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.integrations.test_entries import Losses, assert_alike, rate, train_engine, train_plainly, train_wrapped
 
 pytestmark = TWO_KERNELS
 Keep = Callable[[Any, Tensor, Tensor], object]
@@ -81,39 +81,21 @@ WAYS_TO_KEEP: dict[str, tuple[Keep, Callable[[Any], list[Tensor]]]] = {
 }
 
 
-def rate(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def loss_of(model: Any, step: int, find: Callable[[Any], list[Tensor]]) -> Tensor:
     batch = words(step)
     loss = cross_entropy(model(batch["x"]), batch)
     return loss + sum((t.square().mean() for t in find(model)), torch.zeros(()))
 
 
-def train(model: Any, optimizer: Any, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Train in a loop that knows nothing of an engine. Return losses and gradients of the blocks' tensors; weights."""
-    seen = []
-    for step in range(2):
-        loss = loss_of(model, step, find)
-        loss.backward()
-        seen += [loss.item(), *(b.kept.grad.sum().item() for b in model.blocks if getattr(b, "keep", 0) is retain)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen, dict(model.state_dict())
+def losses_of(find: Callable[[Any], list[Tensor]], gradients: list[float] | None = None) -> Losses:
+    """Return the loss of each step. `gradients` gets those of the blocks' tensors."""
 
+    def of_step(model: Any, step: int) -> Iterator[Tensor]:
+        yield loss_of(model, step, find)
+        if gradients is not None:
+            gradients.extend(block.kept.grad.sum().item() for block in model.blocks if block.keep is retain)
 
-def train_wrapped(model: nn.Module, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
-    return train(*offload.wrap(model, rate(model)), find)
-
-
-def train_engine(model: nn.Module, find: Callable[[Any], list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
-    engine, seen = Engine(model, SGD(lr=0.1), max_grad_norm=None, recompute="never"), []
-    for step in range(2):
-        engine.backward(loss := loss_of(engine.model, step, find))
-        seen.append(loss.item())
-        engine.update()
-    return seen, dict(engine.named_parameters())
+    return of_step
 
 
 def make(keep: Keep) -> Any:
@@ -123,19 +105,25 @@ def make(keep: Keep) -> Any:
     return Stack(lambda: Keeps(keep), depth=2)
 
 
-@pytest.mark.parametrize("way", [train_wrapped, pytest.param(train_engine, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", [train_wrapped, pytest.param(partial(train_engine, recompute="never"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("is_used", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("keep", "find"), WAYS_TO_KEEP.values(), ids=WAYS_TO_KEEP)
 def test_a_loop_may_add_what_blocks_keep_to_its_loss(keep: Keep, find: Any, is_used: bool, way: Any) -> None:
     """Not used, it changes nothing."""
     model = make(keep)
     find = find if is_used else lambda _: []
-    wanted, weights = train(plain := twin(model), rate(plain), find)
+    gradients: list[list[float]] = [[], []]
+    plain = twin(model)
+    wanted = train_plainly(plain, rate(plain), losses_of(find, gradients[0]))
     Keeps.collected.clear()
     LOOSE.clear()
-    seen, found = way(model, find)
-    assert seen == (wanted if way is train_wrapped else wanted[:: len(wanted) // 2])
-    assert_same(found, weights)
+    if way is train_wrapped:
+        assert_alike(way(model, losses_of(find, gradients[1])), wanted)
+        assert gradients[1] == gradients[0]
+    else:
+        assert_alike(way(model, losses_of(find)), wanted)
 
 
 @pytest.mark.parametrize("collects", [list, dict])
@@ -151,11 +139,8 @@ def test_hooks_inside_blocks_may_collect_tensors(collects: type) -> None:
 
     model = make(lambda *_: None)
     plain = twin(model)
-    wanted = train(plain, rate(plain), collect(plain))
-    found = collect(model)
-    seen = train_wrapped(model, found)
-    assert seen[0] == wanted[0]
-    assert_same(seen[1], wanted[1])
+    wanted = train_plainly(plain, rate(plain), losses_of(collect(plain)))
+    assert_alike(train_wrapped(model, losses_of(collect(model))), wanted)
 
 
 def test_a_loop_of_forwards_alone_holds_one_kept_tensor() -> None:
@@ -193,7 +178,5 @@ def test_a_block_may_use_its_own_graph(keep: Keep) -> None:
     """It then runs with a graph, which is dropped after the forward."""
     model = make(keep)
     plain = twin(model)
-    wanted = train(plain, rate(plain), lambda _: [])
-    seen = train_wrapped(model, lambda _: [])
-    assert seen[0] == wanted[0]
-    assert_same(seen[1], wanted[1])
+    losses = losses_of(lambda _: [])
+    assert_alike(train_wrapped(model, losses), train_plainly(plain, rate(plain), losses))

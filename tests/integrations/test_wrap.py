@@ -275,7 +275,6 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no folder": (given(over_all, optimizer="nvme"), "offload.nvme_dir is not set"),
     "a closure": (wrapped(lambda _, o: o.step(lambda: 0.0)), r"call closure\(\) or loss.backward\(\) first"),
     "model.zero_grad": (wrapped(lambda m, _: m.zero_grad()), r"set to None during a step.*optimizer.zero_grad\(\)"),
-    "weights loaded": (wrapped(lambda m, _: m.load_state_dict(m.state_dict())), r"before Engine\(\) or offload.wrap"),
     "a group added": (wrapped(lambda _, o: o.add_param_group({"params": []})), "complete the model before"),
     "states of others": (wrapped(frozen_state), r"groups of \[4\] parameters.*of \[3\].*before offload.wrap"),
     "states read": (wrapped(lambda _, o: o.state["x"]), "engine.save_checkpoint"),

@@ -31,6 +31,7 @@ from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import needs
+from tests.run_folder import cut
 from tests.training.conftest import HOST, SHAPES
 
 needs("peft")
@@ -89,6 +90,15 @@ def train_over_ranks(tmp_path: Path, name: str, **settings: Any) -> Path:
     return tmp_path / name
 
 
+def gone_on(run: Any, whole: Any, lines: list[dict[str, Any]], last: int, **settings: Any) -> Any:
+    """Return the result of a run that goes on before the checkpoint of the last step: as the whole one."""
+    cut(whole.dir, "half", last)
+    half, again, _ = run("half", **settings)
+    assert [line["loss"] for line in again[-(last // 2) :]] == [line["loss"] for line in lines[-(last // 2) :]]
+    assert_same(half.export, whole.export)
+    return half
+
+
 def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
     whole, lines, said = run("whole", **more)
@@ -102,11 +112,7 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
         assert len(reader.contents) == 12
         assert reader.meta["meta"]["base"]["name"] == str(base)
     assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-6")
-    half, again, _ = run("half", **more)
-    assert [line["loss"] for line in again[-3:]] == [line["loss"] for line in lines[-3:]]
-    assert_same(half.export, whole.export)
+    half = gone_on(run, whole, lines, 6, **more)
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
 
 
@@ -143,8 +149,7 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     more |= {f"lora__{key}": value for key, value in adapts.items()} | HOST
     whole, lines, said = run("whole", **more)
     assert f"reloaded: by peft, from {whole.export}: logits equal within" in said
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    cut(whole.dir, "half", 4)
     model: Any = AutoModelForCausalLM.from_pretrained(base)
     for parameter in model.parameters():
         parameter.data = parameter.detach().clone()  # memory alignment can change the last bits of a product
@@ -183,11 +188,7 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
     config.write_text(json.dumps({"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}))
     more = {"model__path": str(base), "checkpoint__every": 2, "lora__config": str(config), **HOST}
     whole, lines, _ = run("whole", train__steps=4, **more)
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
-    half, again, _ = run("half", train__steps=4, **more)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
-    assert_same(half.export, whole.export)
+    gone_on(run, whole, lines, 4, train__steps=4, **more)
     assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
     assert_same(tmp_path / "adapter", whole.export)
     assert Config.load(whole.dir / "config.yaml").lora.config == str(config)
@@ -276,11 +277,7 @@ def test_experts_that_are_no_whole_blocks_are_resumed_and_merged(
     more |= {"offload__frozen_weights": "nf4", "offload__experts": "streamed", "train__steps": 4}
     whole, lines, said = run("whole", **more)
     assert "4 stacks of expert vectors" in said
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
-    half, again, _ = run("half", **more)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
-    assert_same(half.export, whole.export)
+    gone_on(run, whole, lines, 4, **more)
     assert export_command([str(whole.dir), str(tmp_path / "merged"), "--merge"]) == 0
     over: Any = AutoModelForCausalLM.from_pretrained(base)
     for name, parameter in over.named_parameters():

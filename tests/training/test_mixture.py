@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from tests.run_folder import cut
 
 KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_sources")
 
@@ -50,7 +51,6 @@ def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(
     assert "rows of judge" in said
     assert list(lines[3]["eval_sources"]) == ["judge"]
     assert result.eval_loss == lines[-1]["eval_loss"] != lines[-1]["eval_sources"]["judge"]["loss"]
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-8")
+    cut(tmp_path / "whole", "again", 8)
     _, again, _ = run("again", without=("data__source",), **settings)
     assert [[line.get(key) for key in KEYS] for line in again] == [[line.get(key) for key in KEYS] for line in lines]

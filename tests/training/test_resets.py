@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from offload.errors import ConfigError
 from offload.parity import main as parity_command
 from tests.integrations.plain import LR, SameBits
+from tests.run_folder import cut
 from tests.training.test_adapters import base  # noqa: F401
 from tests.training.test_restarts import PLACES, assert_ranks_as_one, seen, stored  # noqa: F401
 
@@ -90,9 +90,7 @@ def test_a_run_is_twenty_lines_of_pytorch(
     never = [loss for loss, _, _ in train(AutoModelForCausalLM.from_pretrained(base), batches, every=0)]
     assert [abs(loss - line["loss"]) > 1e-4 for loss, line in zip(never, lines, strict=True)][EVERY + 1 :] == [True] * 3
     for step in (2, 6):
-        shutil.copytree(whole.dir, tmp_path / f"from-{step}")
-        for later in {*range(step + 2, STEPS + 1, 2), STEPS}:
-            shutil.rmtree(tmp_path / f"from-{step}" / "checkpoints" / f"step-{later}")
+        cut(whole.dir, f"from-{step}", *{*range(step + 2, STEPS + 1, 2), STEPS})
         again, its, _ = run(f"from-{step}", **more, **PLACES["device" if place == "cpu" else "cpu"])
         assert [line["loss"] for line in its] == [line["loss"] for line in lines]
         assert (again.export / "model.safetensors").read_bytes() == (whole.export / "model.safetensors").read_bytes()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from offload.parity import main as parity_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import SameBits, llama, needs
+from tests.run_folder import cut
 from tests.training.conftest import HOST
 from tests.training.test_adapters import base, train_over_ranks, words  # noqa: F401
 
@@ -172,9 +172,7 @@ def test_a_run_is_twenty_lines_of_pytorch(
     exported = load_file(whole.export / "model.safetensors")
     assert all(torch.equal(value, merged[name]) for name, value in exported.items())
     for step in (3, 6):
-        shutil.copytree(whole.dir, tmp_path / f"from-{step}")
-        for later in range(step + 3, STEPS + 1, 3):
-            shutil.rmtree(tmp_path / f"from-{step}" / "checkpoints" / f"step-{later}")
+        cut(whole.dir, f"from-{step}", *range(step + 3, STEPS + 1, 3))
         again, its, _ = run(f"from-{step}", **more | PLACES["device"])
         assert [line["loss"] for line in its] == [line["loss"] for line in lines]
         assert_stored(again.dir / "checkpoints" / f"step-{STEPS}", model, optimizer)
@@ -191,6 +189,7 @@ KILLED = """
 import os, signal, sys
 from offload.engine.engine import Engine
 from offload.train import main
+from tests.run_folder import cut
 
 prune, pruned = Engine.prune_moments, []
 
@@ -233,9 +232,7 @@ def assert_ranks_as_one(run: Any, tmp_path: Path, last: int, *later: int, **sett
     """
     alone, _, _ = run("alone", **settings)
     whole = train_over_ranks(tmp_path, "whole", **settings)
-    shutil.copytree(whole, tmp_path / "half")
-    for step in later:
-        shutil.rmtree(tmp_path / "half" / "checkpoints" / f"step-{step}")
+    cut(whole, "half", *later)
     folders = train_over_ranks(tmp_path, "half", **settings), whole, alone.dir
     half, wanted, one = (stored(folder / "checkpoints" / f"step-{last}") for folder in folders)
     assert half.keys() == wanted.keys() == one.keys()
