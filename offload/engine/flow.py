@@ -45,8 +45,14 @@ class Flow:
     def __init__(self, model: nn.Module, prepared: EnginePlan, memory: Memory, weights: Weights) -> None:
         settings, structure = prepared.settings, prepared.structure
 
+        # What was planned.
+        self.plan = prepared.plan
+        self.infos = structure.infos
+        self.regions = structure.regions
+        self.splitting = structure.splitting
+        self._dtypes = structure.dtypes
+
         # What a host shows of the owners before this one.
-        self.plan = memory.plan
         self.counters = memory.counters
         self.comm = memory.comm
         self.device = memory.device
@@ -54,16 +60,12 @@ class Flow:
         self.store = memory.store
         self.deferred_updates = memory.deferred_updates
         self.slots = memory.slots
-        self.infos = weights.infos
-        self.regions = weights.regions
         self.gradients = weights.gradients
         self.updates = weights.updates
         self.make_room = weights.make_room
-        self._dtypes = weights.dtypes
 
         # The model above the units. Its buffers stay on the device, where the forwards of units find them.
         self.model = model
-        self.splitting = structure.splitting
         self.execution_mode = ExecutionMode()
         self.caches = Caches(model)
         _move_buffers(model, self.device.torch_device)
