@@ -249,6 +249,8 @@ def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
     numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
-    (length,) = numbers.shape[-1:] or (1,)  # a tensor without axes has one element
+    length = 1  # of a tensor without axes
+    if numbers.dim():
+        length = numbers.shape[-1]
     weights = torch.arange(1, 1 + length, device=numbers.device).cos()
     return (numbers * weights).sum() / max(1, numbers.numel())

@@ -67,9 +67,10 @@ def export_model(
         return values
 
     try:
-        model, get_weights = (
-            (flow.model, get) if derived_model is None else (derived_model.model, derived_model.get_reader(get))
-        )
+        model = flow.model
+        get_weights: ReadValues = get
+        if derived_model is not None:
+            model, get_weights = derived_model.model, derived_model.get_reader(get)
         with flow.caches.with_original_flags(), flow.with_placeholders():
             write_model = MODEL_FORMATS[FORMAT].write_model
             write_model(

@@ -40,7 +40,10 @@ class ForeignWrites:
             self._noted = {index: self._look(weight) for index, weight in self._staying()}
 
     def _look(self, weight: nn.Parameter) -> tuple[nn.Parameter, int, torch.Tensor | None]:
-        return weight, weight._version, signed_sums(weight) if self._may_change_unseen(weight) else None
+        sums: torch.Tensor | None = None
+        if self._may_change_unseen(weight):
+            sums = signed_sums(weight)
+        return weight, weight._version, sums
 
     def check(self, only: int | None = None) -> None:
         """Raise ConfigError if weights were written since `note`. The engine's weights then replace them.

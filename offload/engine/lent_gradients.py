@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -120,7 +120,9 @@ class LentGradients:
 
     def with_gradients(self, in_step: bool = True) -> list[int]:
         """Return the parameters with a used gradient or, `in_step`, with one of this step, by index."""
-        flags = self._measures.touched if in_step else {}
+        flags: Mapping[int, Sequence[bool]] = {}
+        if in_step:
+            flags = self._measures.touched
         pairs = ((region, flags.get(region.index, ())) for region in self._store.states)
         touched = {index for region, has in pairs for index in itertools.compress(region.parameters, has)}
         return sorted(touched.union(self._used))

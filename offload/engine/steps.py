@@ -306,7 +306,9 @@ class Steps:
     def _check_parts(self, inputs: PassInputs) -> None:
         """Stop splitting batches if the rows, or the losses of the parts, do not allow it."""
         has_losses = self._num_passes > 1 or self._flow.execution_mode.cut == "calls"
-        obstacle = inputs.form.obstacle or (inputs.rule.obstacle if has_losses else "")
+        obstacle = inputs.form.obstacle
+        if has_losses:
+            obstacle = obstacle or inputs.rule.obstacle
         if obstacle and (self._micro_rows is not None or self._num_passes > 1):
             self._stay_whole(obstacle)
 

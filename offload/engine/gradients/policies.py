@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -111,7 +111,10 @@ class DeferredPolicy(UpdatePolicy):
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
-        updates.choose_weights(deferred.pending.keys() if self._delays else ())
+        late: Collection[Region] = ()
+        if self._delays:
+            late = deferred.pending.keys()
+        updates.choose_weights(late)
         return UpdateResult(norm)
 
 
@@ -146,7 +149,9 @@ class RunningNorm:
         with self._lock:
             for region, squares in self._regions[len(self._totals) : number + 1]:
                 self._measures.complete(region)
-                before = self._totals[-1] if self._totals else 0.0
+                before = 0.0
+                if self._totals:
+                    before = self._totals[-1]
                 self._totals.append(before + sum(map(squares.__getitem__, region.pieces)))
             return self._totals[number]
 
@@ -233,7 +238,10 @@ class SpeculativePolicy(ImmediatePolicy):
             applied_scale = clip_coefficient(total_norm([total]), limit)
             # The kernels round the coefficient: equal rounded coefficients mean equal updates.
             if _as_float32(applied_scale) != _as_float32(scale):
-                worst = max(worst, applied_scale / scale if scale else math.inf)
+                excess = math.inf
+                if scale:
+                    excess = applied_scale / scale
+                worst = max(worst, excess)
                 wrong.append(update)
         # In the order of the next pass: its fetches wait for these.
         for update in sorted(wrong, key=lambda update: first_use(update.region)):

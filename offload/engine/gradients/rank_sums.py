@@ -178,7 +178,10 @@ class ReplicaSums(Exchange):
         """`inner`: sums inside a replica. The others: as for `Exchange`."""
         super().__init__(store, measures, debug)
         regions = list(store.states)
-        sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
+        num_neighbours = 1
+        if self._lanes.overlap:  # one is filled while the other is sent
+            num_neighbours = 2
+        sizes = replica_sum_bytes(regions, num_neighbours, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
         self._inner = inner
         self._ring = Ring(memory[: sizes[0]], BETWEEN)
@@ -274,7 +277,9 @@ class ReplicaSums(Exchange):
         store, sharding = self._store, self._store.sharding
         number, between = sharding.replica, store.between
         step = len(terms) // sharding.num_replicas
-        own_sum = terms[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
+        own_sum = terms[number * step : (number + 1) * step]
+        if piece is not None:
+            own_sum = piece.view(torch.float32)[:step]
         shard, own = sharding.shard(region), sharding.own(region)
         own_range = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
         target = into[own_range]  # empty, if the sum is not stored

@@ -62,7 +62,9 @@ class EarlyReads:
 
     def give_back(self, tiles: Iterable[Tile] | None = None) -> None:
         """Release the leases on these tiles (None: all) without an update."""
-        for tile in list(self._leases) if tiles is None else tiles:
+        if tiles is None:
+            tiles = list(self._leases)
+        for tile in tiles:
             if (lease := self._leases.pop(tile, None)) is not None:
                 lease.give_back()
 

@@ -70,10 +70,13 @@ class Updates:
         self._norm: float | None = None
         """This step's norm, from a separate backward."""
         self._skips = settings.skips
-        self._delays_from = settings.delay_after if settings.delay else math.inf
+        self._delays_from = math.inf  # in steps
+        if settings.delay:
+            self._delays_from = settings.delay_after
         self._is_inline = store.update_lane is store.lanes.on_compute
-        # Inline updates hide nothing.
-        self.clip = "deferred" if self._is_inline else settings.resolved_clip
+        self.clip = settings.resolved_clip
+        if self._is_inline:  # such an update hides nothing, so it may as well wait for the norm
+            self.clip = "deferred"
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
 
     @property

@@ -75,7 +75,10 @@ def batch_pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
     properties: list[tuple[str, Hashable]] = []
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
-            properties.append((key, (value.dim(), value.shape.index(rows) if rows in value.shape else -1)))
+            row_axis = -1
+            if rows in value.shape:
+                row_axis = value.shape.index(rows)
+            properties.append((key, (value.dim(), row_axis)))
         elif isinstance(value, bool | str | None):
             properties.append((key, repr(value)))
         else:

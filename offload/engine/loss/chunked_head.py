@@ -82,7 +82,9 @@ class Part:
         places: torch.Tensor,
     ) -> Part:
         # The head may be the only trainable part, or frozen above trainable units, or above frozen ones.
-        log_probs, gradient = log_probs_with_gradient(logits, labels, slopes if logits.requires_grad else None)
+        if not logits.requires_grad:
+            slopes = None
+        log_probs, gradient = log_probs_with_gradient(logits, labels, slopes)
         return cls(logits, gradient, log_probs[: len(places)], leaf, places)
 
 
@@ -97,8 +99,9 @@ def build_chunks(
     # Found on the host: on the device the number of places would be a wait.
     all_places = copy_to_device((targets.flatten() != IGNORED).nonzero()[:, 0])
     chunks = []
-    # torch splits an empty tensor into one empty part, not into none.
-    for places in all_places.split(size) if len(all_places) else ():
+    for places in all_places.split(size):
+        if not len(places):  # torch splits an empty tensor into one empty part, not into none
+            break
         missing = min(size, -(-len(places) // ROUNDED_TO) * ROUNDED_TO) - len(places)
         chunks.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
     empty = Chunk(all_places.new_zeros(1), 0)

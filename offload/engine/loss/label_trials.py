@@ -314,7 +314,9 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         return LossRule(shifts=False)
 
     def loss_of(outputs: Any, inputs: Batch) -> float:
-        return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+        if loss_fn is None:
+            return float(find_loss(outputs))
+        return float(loss_fn(outputs, inputs))
 
     def loss_with(trial_labels: torch.Tensor, **extra: int) -> float:
         inputs = {**batch, "labels": trial_labels}
@@ -331,8 +333,10 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
 
     one, other = _label_sets(labels)
     counted = {**batch, "labels": one}
-    # The loss without any target may be NaN, and confirm nothing.
-    trials.confirm(batch if bool((labels[:, 1:] != IGNORED).any()) else counted, counted, loss_of)
+    asked = batch
+    if not bool((labels[:, 1:] != IGNORED).any()):  # the loss without any target may be NaN, and confirm nothing
+        asked = counted
+    trials.confirm(asked, counted, loss_of)
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
     empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]

@@ -206,7 +206,9 @@ class PassComparator:
         )
         ranks = self._flow.comm.gather_objects(own, "result of the equivalence check")
         differences, are_repeatable, are_conclusive, have_failed = zip(*ranks, strict=True)
-        difference = own.difference or ("another rank's pass differs" if any(differences) else "")
+        difference = own.difference
+        if not difference and any(differences):
+            difference = "another rank's pass differs"
         return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive), any(have_failed))
 
     def _run_plain(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
@@ -269,10 +271,15 @@ class PassComparator:
         if not all(map(math.isfinite, plain.losses)):
             return ""
         if (error := streamed.error) is not None:
-            prefix = "" if isinstance(error, PartsDifferError) else f"the model raises {type(error).__name__}: "
-            return f"{prefix}{error}".splitlines()[0]
+            text = f"the model raises {type(error).__name__}: {error}"
+            if isinstance(error, PartsDifferError):  # an error of the engine, and a whole sentence
+                text = str(error)
+            return text.splitlines()[0]
         allowed = tolerance(OTHER_ORDER, is_half=self._is_half or plain.is_half or streamed.is_half)
-        results = _first_result_difference(plain, streamed, 0.0 if is_exact else allowed.result)
+        allowed_distance = allowed.result
+        if is_exact:
+            allowed_distance = 0.0
+        results = _first_result_difference(plain, streamed, allowed_distance)
         if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
         for one, other in zip(plain.losses, streamed.losses, strict=True):

@@ -235,7 +235,9 @@ class Recording(ABC):
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
         # trained beside the model are excluded.
-        loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
+        loss = results
+        if not isinstance(results, torch.Tensor):
+            loss = getattr(results, "loss", None)
         _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
             leaves = [
@@ -375,8 +377,11 @@ class SecondPass(Recording):
             seen.traits.needs_graph = True
         if self.rows == self._before.rows:
             return  # a call in the caller's own loop: no second row count
-        uses, before = self.uses[seen.unit.name], self._before.uses.get(seen.unit.name, [])
-        use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
+        uses = self.uses[seen.unit.name]
+        before = self._before.uses.get(seen.unit.name, [])
+        use_before: RecordedUse | None = None
+        if len(before) >= len(uses):
+            use_before = before[len(uses) - 1]
         rows = self._before.rows, self.rows
         seen.traits.learn_rows(use_before, uses[-1], rows, is_first=self._is_first(seen.traits))
 
@@ -433,8 +438,15 @@ class _WeightReadDetector(WatchingMode):
 
 def _operands(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among the operands, one list level deep; for a DTensor the local tensor."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for leaf in value if isinstance(value, list | tuple) else (value,):
+    # Runs for each operation of a recorded forward, which has keyword arguments in few.
+    values = args
+    if kwargs:
+        values = *args, *kwargs.values()
+    for value in values:
+        leaves: Sequence[Any] = (value,)
+        if isinstance(value, list | tuple):
+            leaves = value
+        for leaf in leaves:
             while is_traceable_wrapper_subclass(leaf):
                 leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
             if isinstance(leaf, torch.Tensor):

@@ -287,7 +287,9 @@ class TrialRuns:
             outputs = model(**select_inputs(model, probe, loss_fn))
 
         def loss_from(found: Any, inputs: Batch) -> torch.Tensor:
-            return find_loss(found) if loss_fn is None else loss_fn(found, inputs)
+            if loss_fn is None:
+                return find_loss(found)
+            return loss_fn(found, inputs)
 
         def loss_of(inputs: Batch) -> torch.Tensor:
             if takes_labels:
@@ -339,7 +341,9 @@ class TrialRuns:
             for name, value in sorted(batch.items())
         )
         key = f"{names} {self.known.flags()}"
-        decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
+        decision = [int(rule.shifts), int(rule.takes_count), 0]  # 0: no head in chunks
+        if head is not None:
+            decision[2] = head.vocabulary
         if key in self._foreign_decisions and self.loss_decisions[key][:2] != decision[:2]:
             self.loss_decisions[key] = decision
         self._foreign_decisions.discard(key)

@@ -321,8 +321,9 @@ def run_over_copies(
     args, kwargs = arguments.fill(tensors, others, containers)
     variables, collected = find_collectors(contextvars.copy_context())
     try:
-        for variable, own in zip(variables, copy_collected(collected, containers) if collected else (), strict=True):
-            variable.set(own)
+        if collected:
+            for variable, own in zip(variables, copy_collected(collected, containers), strict=True):
+                variable.set(own)
         before = _contents(containers)
         result = forward(*args, **kwargs)
         return Arguments((result, *_find_changes(containers, before)), containers)

@@ -315,7 +315,9 @@ class ModelOwnership:
     def _dtype_read(self, info: ParameterInfo) -> torch.dtype:
         """Return the dtype of reads at this moment."""
         master = cast(OffloadedTensor, self.placeholders[info.index]).master
-        return DTYPES[info.compute] if master is None or self.is_in_model() else torch.float32
+        if master is None or self.is_in_model():
+            return DTYPES[info.compute]
+        return torch.float32
 
     def values_of(self, info: ParameterInfo, dtype: torch.dtype) -> torch.Tensor:
         """Return a fresh CPU copy in the compute dtype or in fp32."""
