@@ -5,10 +5,11 @@ offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cache, cached_property
+from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -141,6 +142,14 @@ class Region:
     """Copy format for the weights, if they are stored as `EXACT`."""
 
     @cached_property
+    def kind(self) -> object:
+        """The same object for all regions that differ only in their names and in the parameters of their pieces."""
+        shapes = tuple(piece.shape for piece in self.pieces)
+        layout = shapes, self.offsets, self.numel, len(self.units)
+        storage = self.compute, self.trainable, self.has_low, self.table, self.codec, self.link
+        return _kind(layout, storage, self.rule, self.factors, self.by_matrix)
+
+    @cached_property
     def parameters(self) -> tuple[int, ...]:
         """Parameter index for each piece."""
         return tuple(piece.parameter for piece in self.pieces)
@@ -244,6 +253,36 @@ class Region:
     @cached_property
     def _update_bytes(self) -> dict[int, int]:
         return {}  # keyed by tile elements; queried in every step
+
+
+@cache
+def _kind(*_properties: Hashable) -> object:
+    """Return an object for these properties: quick to compare, unlike them."""
+    return object()
+
+
+def alike(
+    regions: Iterable[Region], by: Callable[[Region], Hashable] = lambda _region: None
+) -> list[tuple[Region, int]]:
+    """Return a region of each kind, with the number of such regions: experts are many and alike.
+
+    by: keeps regions with different results apart.
+    """
+    regions = list(regions)
+    keys = [(region.kind, by(region)) for region in regions]
+    examples = dict(zip(keys, regions, strict=True))
+    return [(examples[key], count) for key, count in Counter(keys).items()]
+
+
+def without_repeats(
+    regions: Iterable[Region], most: int, by: Callable[[Region], Hashable] = lambda _region: None
+) -> list[Region]:
+    """Return the regions with at most `most` neighbours of one kind: a window of `most` regions sees no more of them.
+
+    by: as in `alike`.
+    """
+    runs = groupby(regions, key=lambda region: (region.kind, by(region)))
+    return [region for _, run in runs for region in islice(run, most)]
 
 
 def align(size: int, multiple: int) -> int:

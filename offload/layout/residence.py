@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload.layout.planes import ERROR, Plane
-from offload.layout.regions import Region, align
+from offload.layout.regions import Region, align, alike
 from offload.layout.sharding import Sharding
 
 DEVICE = "device"
@@ -65,6 +65,10 @@ class Residence:
         """Return the row of a region."""
         return self.rows.get(region.index, _ALL_TOGETHER)
 
+    def alike(self, regions: Iterable[Region]) -> list[tuple[Region, int]]:
+        """Return a region of each kind and row, with the number of such regions. Equal rows are mostly one object."""
+        return alike(regions, by=lambda region: id(self.rows.get(region.index)))
+
     def tier(self, region: Region, plane: Plane) -> str:
         """Return the tier of a plane."""
         return self.row(region).tiers.get(plane.name, self.common)
@@ -114,7 +118,7 @@ class Residence:
     def resting_labels(self, regions: Iterable[Region]) -> frozenset[str]:
         """Return plane labels, as in plans and ledgers, for planes copied in no region."""
         labels: dict[bool, set[str]] = {True: set(), False: set()}
-        for region in regions:
+        for region, _ in self.alike(regions):
             for plane in region.states:
                 labels[self.travels(region, plane)].add(plane.label)  # one label may travel in some regions alone
             labels[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
@@ -146,11 +150,11 @@ class Residence:
 
     def enlarge_tiles(self, factor: int) -> Residence:
         """Return a table with tiles `factor` times as large, except for model files."""
-        rows = dict(self.rows)
-        for index, row in self.rows.items():
+        larger = {id(row): row for row in self.rows.values()}
+        for key, row in larger.items():
             if FILES not in row.tiers.values():  # these have a ring of their own, sized by their tile
-                rows[index] = replace(row, tile_numel=row.tile_numel * factor)
-        return replace(self, rows=rows)
+                larger[key] = replace(row, tile_numel=row.tile_numel * factor)
+        return replace(self, rows={index: larger[id(row)] for index, row in self.rows.items()})
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
         """Return the record bytes for a tile with `numel` elements in the own range, or in another rank's range."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from offload.distributed.comm import Comm
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import CODES, STALE
-from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, align
+from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, align, alike
 from offload.layout.residence import DEVICE, Residence, Row
 from offload.layout.sharding import Sharding
 from offload.planning.machines import Speeds
@@ -34,8 +34,12 @@ def slowest_throttles(comm: Comm, throttles: Mapping[str, Throttle]) -> Mapping[
 
 def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Return the bytes this rank reads and writes in updates: states twice, and gradients once."""
-    parts = [(region, region.numel // sharding.num_ranges) for region in regions if region.trainable]
-    return sum(region.update_bytes(n) + region.plane("gradients").num_bytes(n) for region, n in parts)
+    total_bytes = 0
+    for region, count in alike(regions):
+        if region.trainable:
+            numel = region.numel // sharding.num_ranges
+            total_bytes += count * (region.update_bytes(numel) + region.plane("gradients").num_bytes(numel))
+    return total_bytes
 
 
 def host_update_bytes(regions: Iterable[Region], residence: Residence) -> int:
@@ -50,15 +54,15 @@ def streamed_bytes(regions: Iterable[Region], residence: Residence) -> tuple[int
     Both count states not stored on the device; H2D also counts gradients.
     """
     up = down = 0
-    for region in regions:
+    for region, count in residence.alike(regions):
         row = residence.row(region)
         if row.update == DEVICE:
             numel = region.numel // residence.sharding.num_ranges
             moved = [p for p in region.states if row.tiers.get(p.name) != DEVICE and p.name != STALE]
-            down += sum(plane.num_bytes(numel) for plane in moved)
+            down += count * sum(plane.num_bytes(numel) for plane in moved)
             # Codes are made by the update, so they only come down.
-            up += sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
-            up += region.plane("gradients").num_bytes(numel)
+            up += count * sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
+            up += count * region.plane("gradients").num_bytes(numel)
     return up, down
 
 
@@ -97,8 +101,11 @@ def weight_seconds(
     speeds: Speeds,
 ) -> float:
     """Estimate the link time for weights (two H2D copies) and gradients (one D2H copy) per step, in seconds."""
-    up = 2 * sum(sharding.plane_bytes(region, region.travelling) for region in regions)  # for forward and backward
-    down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
+    up = down = 0
+    for region, count in alike(regions):
+        up += 2 * count * sharding.plane_bytes(region, region.travelling)  # for forward and backward
+        if region.trainable:
+            down += count * region.plane("gradients").num_bytes(region.numel)
     return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
 
 
@@ -162,12 +169,12 @@ def estimate_seconds(
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
     """Return the tile size in elements for a ring within the device budget. device_bytes None: no limit."""
-    trainable = [region for region in regions if region.trainable]
+    kinds = [region for region, _ in alike(regions) if region.trainable]
     return fit_tile(
         _LARGEST_TILE,
-        lambda tile: _RING_SHARE * ring_bytes(all_on_device(regions, tile, sharding), regions),
+        lambda tile: _RING_SHARE * ring_bytes(all_on_device(kinds, tile, sharding), kinds),
         device_bytes,
-        [region.numel // sharding.num_ranges for region in trainable],
+        [region.numel // sharding.num_ranges for region in kinds],
     )
 
 
@@ -195,7 +202,7 @@ def all_on_device(regions: Sequence[Region], tile_numel: int, sharding: Sharding
 def ring_bytes(residence: Residence, regions: Sequence[Region]) -> int:
     """Return the ring size in bytes: one tile each in H2D copy, update and D2H copy, and one spare."""
     tile_bytes = 0
-    for region in regions:
+    for region, _ in residence.alike(regions):
         row = residence.row(region)
         if row.update == DEVICE:
             numel = min(row.tile_numel, region.numel // residence.sharding.num_ranges)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.layout.planes import Plane
-from offload.layout.regions import SHARD_MULTIPLE, Region, align
+from offload.layout.regions import SHARD_MULTIPLE, Region, align, alike
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence, Row
 from offload.layout.sharding import Sharding
 from offload.planning.device_updates import fit_tile, trainable_indices
@@ -64,10 +64,12 @@ def lay_out(
     if DISK not in tiers.values() and (left is None or left >= 0):
         return states.place({}, most_numel or SHARD_MULTIPLE)
 
-    def rings(tile: int) -> int:
-        return sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values())
+    kinds = [region for region, _ in alike(regions)]
 
-    lengths = [region.numel // sharding.num_ranges for region in regions]
+    def rings(tile: int) -> int:
+        return sum(ring_bytes(_all_on_disk(kinds, tile, sharding), kinds).values())
+
+    lengths = [region.numel // sharding.num_ranges for region in kinds]
     # The tile is chosen as if everything were on disk, because the choice of planes depends on the ring size.
     tile_numel = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * rings(tile), host_bytes, lengths)
     tile_numel = min(tile_numel, most_numel or tile_numel)
@@ -114,8 +116,7 @@ class _States:
         staging = self.staging_bytes
         if self.keeps_gradients or tiers["gradients"] == DISK:  # their own planes, or a ring
             staging = 0
-        sizes = (self._bytes(region, in_memory, self.keeps_gradients) for region in self.regions)
-        return self.host_bytes - staging - sum(sizes)
+        return self.host_bytes - staging - sum(self._sizes(in_memory, self.keeps_gradients).values())
 
     def distribute(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> Residence:
         """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
@@ -136,7 +137,7 @@ class _States:
     def _choose_kept(self, state: str, left: int | None) -> tuple[set[Region], int]:
         """Return the regions with one kind of state in memory, and the bytes for them. left: as in `distribute`."""
         if state != "gradients" or self.keeps_gradients:
-            sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
+            sizes = self._sizes((state,), True)
             kept = _spread(sizes, left)
             return kept, sum(sizes[region] for region in kept)
         # Consumed immediately: they need the staging memory alone, all regions or none.
@@ -146,39 +147,57 @@ class _States:
 
     def place(self, on_disk: Mapping[int, Collection[str]], tile_numel: int) -> Residence:
         """Return the table with these kinds of state on disk, by region index, in tiles of `tile_numel` elements."""
-        rows = {}
+        rows: dict[int, Row] = {}
+        by_key: dict[Hashable, Row | None] = {}  # regions with equal rows share one, see `Residence.alike`
         for region in self.regions:
             kinds = on_disk.get(region.index, ())
-            tiers = {}
-            for plane in region.planes:
-                if self._stays(region, plane):
-                    tiers[plane.name] = DEVICE
-                elif plane.state in kinds:
-                    tiers[plane.name] = DISK
-            has_records = DISK in tiers.values()  # read and written a tile at a time
-            update = ""
-            if region.index in self.updated:
-                update = DEVICE
-            if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
-                update = SLOT
-            if tiers or update:
-                moves_in_tiles = has_records or update == DEVICE
-                rows[region.index] = Row(tiers, tile_numel if moves_in_tiles else 0, update)
+            key = region.kind, frozenset(kinds), region.index in self.staying, region.index in self.updated
+            if key not in by_key:
+                by_key[key] = self._row(region, kinds, tile_numel)
+            if (row := by_key[key]) is not None:
+                rows[region.index] = row
         return Residence(rows, self.sharding)
+
+    def _row(self, region: Region, kinds: Collection[str], tile_numel: int) -> Row | None:
+        """Return the row of a region with some kinds of state on disk; None: nothing differs from the common tier."""
+        tiers = {}
+        for plane in region.planes:
+            if self._stays(region, plane):
+                tiers[plane.name] = DEVICE
+            elif plane.state in kinds:
+                tiers[plane.name] = DISK
+        has_records = DISK in tiers.values()  # read and written a tile at a time
+        update = ""
+        if region.index in self.updated:
+            update = DEVICE
+        if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
+            update = SLOT
+        if not (tiers or update):
+            return None
+        moves_in_tiles = has_records or update == DEVICE
+        return Row(tiers, tile_numel if moves_in_tiles else 0, update)
 
     def _stays(self, region: Region, plane: Plane) -> bool:
         return region.index in self.staying and plane.state == "optimizer"
 
-    def _bytes(self, region: Region, states: Sequence[str], with_gradients: bool) -> int:
-        planes = region.planes if with_gradients else region.states
-        moving = [plane for plane in planes if plane.state in states and not self._stays(region, plane)]
-        return sum(self.sharding.plane_bytes(region, plane) for plane in moving)
+    def _sizes(self, states: Sequence[str], with_gradients: bool) -> dict[Region, int]:
+        """Return the host bytes for some kinds of state, by region."""
+        sizes: dict[Region, int] = {}
+        by_key: dict[Hashable, int] = {}
+        for region in self.regions:
+            key = region.kind, region.index in self.staying
+            if key not in by_key:
+                planes = region.planes if with_gradients else region.states
+                moving = [plane for plane in planes if plane.state in states and not self._stays(region, plane)]
+                by_key[key] = sum(self.sharding.plane_bytes(region, plane) for plane in moving)
+            sizes[region] = by_key[key]
+        return sizes
 
 
 def ring_bytes(residence: Residence, regions: Iterable[Region]) -> dict[str, int]:
     """Return the sizes in bytes of the rings for state tiles, by name. Empty if nothing is on disk."""
     fetch = update = 0
-    for region in regions:
+    for region, _ in residence.alike(regions):
         numel = residence.largest_tile(region)
         names = residence.planes_on(DISK, region)
         update = max(update, residence.record_bytes(region, numel))
@@ -202,13 +221,15 @@ def read_from_files(
         faster.
     """
     frozen = [region for region in regions if not region.trainable]
+    kinds = alike(frozen)
 
     def place(tile: int) -> Residence:
-        return Residence({region.index: in_files(region, tile) for region in frozen}, sharding)
+        rows = {region.kind: in_files(region, tile) for region, _ in kinds}
+        return Residence({region.index: rows[region.kind] for region in frozen}, sharding)
 
     # Smaller tiles only for a small budget: each tile is a separate read.
-    tile = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * read_ring(place(tile), regions), host_bytes)
-    sizes = (sharding.plane_bytes(region, region.travelling) for region in frozen)
+    tile = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * read_ring(place(tile), frozen), host_bytes)
+    sizes = (count * sharding.plane_bytes(region, region.travelling) for region, count in kinds)
     is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
     residence = place(tile)
     if is_cached:
@@ -223,10 +244,12 @@ def in_files(region: Region, tile_numel: int) -> Row:
 
 def read_ring(residence: Residence, regions: Iterable[Region]) -> int:
     """Return the size in bytes of the ring for reading model file tiles."""
-    in_files = residence.indices_on(FILES)
-    largest_tiles = [(region, residence.largest_tile(region)) for region in regions if region.index in in_files]
-    sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in largest_tiles)
-    return RING_TILES * max(sizes, default=0)
+    largest = 0
+    for region, _ in residence.alike(regions):
+        if FILES in residence.row(region).tiers.values():
+            numel = residence.largest_tile(region)
+            largest = max(largest, sum(plane.num_bytes(numel) for plane in region.states))
+    return RING_TILES * largest
 
 
 def add_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
@@ -259,8 +282,10 @@ def _choose_staying(
     If the other regions are updated on the host, the first regions are chosen: their gradients arrive last and their
     weights are needed first, so they would delay the next forward. Otherwise the choice is spread evenly.
     """
-    sizes = {region: optimizer_bytes([region], sharding) for region in regions if region.trainable and device_bytes}
-    sizes = {region: size for region, size in sizes.items() if size}
+    if not device_bytes:
+        return frozenset()
+    by_kind = {region.kind: optimizer_bytes([region], sharding) for region, _ in alike(regions) if region.trainable}
+    sizes = {region: size for region in regions if (size := by_kind.get(region.kind))}
     if is_spread:
         return frozenset(region.index for region in _spread(sizes, device_bytes))
     kept = set()
@@ -273,8 +298,12 @@ def _choose_staying(
 
 def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Return the bytes of optimizer states this rank owns in some regions."""
-    planes = [(region, plane) for region in regions for plane in region.states if plane.state == "optimizer"]
-    return sum(sharding.plane_bytes(region, plane) for region, plane in planes)
+    return sum(
+        count * sharding.plane_bytes(region, plane)
+        for region, count in alike(regions)
+        for plane in region.states
+        if plane.state == "optimizer"
+    )
 
 
 def _all_on_disk(regions: Sequence[Region], tile_numel: int, sharding: Sharding) -> Residence:
@@ -284,7 +313,7 @@ def _all_on_disk(regions: Sequence[Region], tile_numel: int, sharding: Sharding)
 
 def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:
     """Choose regions up to a budget, evenly spaced in order, so that disk and memory alternate."""
-    if budget_bytes is None:
+    if budget_bytes is None or sum(sizes.values()) <= budget_bytes:
         return set(sizes)
     share = min(1.0, max(0, budget_bytes) / max(1, sum(sizes.values())))
     # A region is kept while the kept bytes lag behind this share of all bytes so far.

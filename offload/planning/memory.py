@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
 from offload.layout.planes import CODES, ERROR, summed
-from offload.layout.regions import SCRATCH_BYTES, Region
+from offload.layout.regions import SCRATCH_BYTES, Region, alike, without_repeats
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.layout.sharding import Sharding
 from offload.planning.device_updates import UPDATE_RING
@@ -87,10 +89,10 @@ class UnitPlan:
     Gradients for a row block can arrive in several chunks, accumulated in the gradient buffer.
     """
 
-    @property
+    @cached_property
     def records(self) -> list[tuple[Region, ...]]:
         """Expert regions grouped by record. A record is fetched as one piece."""
-        return [tuple(record) for _, record in groupby(self.regions, key=lambda region: region.units)]
+        return [tuple(record) for _, record in groupby(self.regions, key=attrgetter("units"))]
 
 
 def summed_regions(regions: Iterable[Region], units: Iterable[UnitPlan], passes: int, splits: bool) -> frozenset[int]:
@@ -143,9 +145,8 @@ def staging_bytes(
     if accumulates and sharding.size > 1:
         own = sharding.size
     sizes = []
-    for region in regions:
-        if not region.trainable:
-            continue
+    trainable = (region for region in regions if region.trainable)
+    for region in without_repeats(trainable, stagings):
         itemsize = region.plane("gradients").dtype.itemsize
         if wide:
             itemsize = 4
@@ -169,8 +170,8 @@ def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> i
     """
     if sharding.size == 1:  # nothing to reduce
         return 0
-    split = [4 * r.numel // sharding.size for r in regions if r.trainable and (r.is_bf16 or sharding.dispatches)]
-    return window_bytes(split, shards)
+    reduced = [region for region in regions if region.trainable and (region.is_bf16 or sharding.dispatches)]
+    return window_bytes([4 * region.numel // sharding.size for region in without_repeats(reduced, shards)], shards)
 
 
 def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
@@ -193,13 +194,14 @@ def replica_sum_bytes(regions: Sequence[Region], stagings: int, residence: Resid
     sharding = residence.sharding
     if sharding.num_replicas == 1:
         return 0, 0
-    trainable = [region for region in regions if region.trainable]
+    trainable = (region for region in regions if region.trainable)
+    few = without_repeats(trainable, stagings, lambda region: id(residence.row(region)))
     sizes = [
         4 * region.numel // sharding.size
         + waits_on_disk(region, residence) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
-        for region in trainable
+        for region in few
     ]
-    largest = max((region.numel // sharding.num_ranks for region in trainable), default=0)
+    largest = max((region.numel // sharding.num_ranks for region in few), default=0)
     scratch = min(SCRATCH_BYTES, 4 * (2 * sharding.num_replicas + 2) * largest)
     return window_bytes(sizes, stagings), scratch
 
@@ -246,36 +248,46 @@ def plan_memory(
     common = residence.common
     sharding = residence.sharding
     on_host = summed_regions(regions, units, passes, splits)
+    resident = resident_regions(units)
+
+    def row_of(region: Region) -> int:
+        return id(residence.row(region))
+
+    groups = alike(regions, by=lambda each: (row_of(each), each.index in on_host, each.index in resident))
+    kinds = [region for region, _ in groups]
     # An update needs the norm, and sums are complete at the end.
-    plan = _planes(regions, residence, on_host, waits=keeps_gradients or bool(on_host))
+    plan = _planes(groups, residence, on_host, waits=keeps_gradients or bool(on_host))
 
     # Gradients on their way, and rings of the disk.
     if (on_host or not keeps_gradients) and not num_directions:
         if on_host:
             staged = [region for region in regions if region.index in on_host]
         else:
-            staged = [region for region in regions if not waits_on_disk(region, residence)]
+            few = without_repeats(regions, stagings, row_of)
+            staged = [region for region in few if not waits_on_disk(region, residence)]
         size = staging_bytes(staged, stagings, sharding, accumulates=bool(on_host), splits=splits or bool(on_host))
         plan.append(Allocation(common, STAGING, size))
     plan += [Allocation(HOST, name, size) for name, size in (rings or {}).items()]
-    plan.append(Allocation(HOST, READ_RING, read_ring(residence, regions)))
+    plan.append(Allocation(HOST, READ_RING, read_ring(residence, kinds)))
     plan.append(Allocation(HOST, READ_STAGING, residence.file_staging_bytes))
 
     # Weights on the device.
-    resident = resident_regions(units)
-    records = [record for unit in units if unit.in_records for record in unit.records]
-    copied = [region for region in regions if not residence.is_used_in_place(region)]
+    streamed = [unit for unit in units if not unit.in_records]
+    all_records = (record for unit in units if unit.in_records for record in unit.records)
+    records = {tuple((region.kind, row_of(region)) for region in record): record for record in all_records}.values()
+    copied = [(region, count) for region, count in groups if not residence.is_used_in_place(region)]
     if copied:
-        kept = sum(region.weight_bytes for region in copied if region.index in resident)
+        kept = sum(count * region.weight_bytes for region, count in copied if region.index in resident)
         plan.append(Allocation(DEVICE, RESIDENT, kept))
         # Frozen weights in few bits need slots even where exact weights are used in place.
-        excluded = resident.union(region.index for region in regions if residence.is_used_in_place(region))
-        plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
+        fetched = [region for unit in streamed for region in unit.regions]
+        excluded = resident.union(region.index for region in fetched if residence.is_used_in_place(region))
+        plan.append(_slots(streamed, excluded, ahead, residence))
         largest = max((sum(residence.slot_bytes(region) for region in record) for record in records), default=0)
         plan.append(Allocation(DEVICE, EXPERT_SLOT, stagings * largest))  # one record in use, the next on its way
-        plan.append(Allocation(DEVICE, DECODING, decoding_bytes(regions)))
+        plan.append(Allocation(DEVICE, DECODING, decoding_bytes(kinds)))
     if common == HOST:
-        plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, regions)))
+        plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, kinds)))
     plan.append(Allocation(DEVICE, WORKSPACE, workspace_bytes))
     if num_directions:  # no backward: no gradients
         plan.append(Allocation(DEVICE, PERTURBED, perturbed_bytes(units, num_directions)))
@@ -283,39 +295,40 @@ def plan_memory(
 
     # Gradients on the device, and sums over ranks.
     plan.append(Allocation(common, BETWEEN, sum(replica_sum_bytes(regions, stagings, residence))))
-    plan.append(Allocation(common, ERROR.label, sum(map(sharding.error_bytes, regions))))
-    lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
-    plan.append(Allocation(DEVICE, LASTING, sum(4 * region.numel for region in lasting)))
+    plan.append(Allocation(common, ERROR.label, sum(count * sharding.error_bytes(region) for region, count in groups)))
+    lasting = [(each, count) for each, count in groups if each.trainable and gradient_lasts(each, resident)]
+    plan.append(Allocation(DEVICE, LASTING, sum(4 * count * region.numel for region, count in lasting)))
     passing = []
-    for unit in units:
-        if not unit.resident and not unit.in_records:
+    for unit in streamed:
+        if not unit.resident:
             is_wide = splits or unit.num_layers > 0  # several contributions are added in fp32
-            passing.append(sum(transient_gradient_bytes(r, is_wide) for r in unit.regions if r not in lasting))
+            own = [region for region in unit.regions if not gradient_lasts(region, resident)]
+            passing.append(sum(transient_gradient_bytes(region, is_wide) for region in own))
     plan.append(Allocation(DEVICE, BUFFER, window_bytes(passing, buffers)))
     largest = max((sum(transient_gradient_bytes(region, splits) for region in record) for record in records), default=0)
     plan.append(Allocation(DEVICE, EXPERT_BUFFER, stagings * largest))
     plan.append(Allocation(DEVICE, SHARDS, shard_bytes(regions, stagings, sharding)))
-    plan.append(Allocation(DEVICE, SCRATCH, scratch_bytes(regions, sharding)))
+    plan.append(Allocation(DEVICE, SCRATCH, scratch_bytes(kinds, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
 def _planes(
-    regions: Sequence[Region], residence: Residence, on_host: Collection[int], *, waits: bool
+    groups: Sequence[tuple[Region, int]], residence: Residence, on_host: Collection[int], *, waits: bool
 ) -> list[Allocation]:
     """Return the planes and factors of all regions, by tier and label.
 
-    on_host: indices of the regions whose gradients accumulate there. waits: gradients wait for the end of a backward.
+    groups: (region, number of such regions). on_host: indices of the regions whose gradients accumulate there. waits:
+    gradients wait for the end of a backward.
     """
     common, sharding = residence.common, residence.sharding
-    in_files = residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
-    for region in regions:
-        if region.index in in_files:  # read in place, through a ring
+    for region, count in groups:
+        if FILES in residence.row(region).tiers.values():  # read in place, through a ring
             continue
         if region.index in on_host:
             plane = region.plane("gradients")
             key = common, plane.label
-            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
+            totals[key] = totals.get(key, 0) + count * sharding.plane_bytes(region, summed(plane))
         on_disk = residence.disk_bytes(region)
         for plane in region.planes:
             tier = residence.tier(region, plane)
@@ -325,10 +338,10 @@ def _planes(
                 continue
             key = tier, plane.label
             num_bytes = on_disk[plane.name] if tier == DISK else sharding.plane_bytes(region, plane)
-            totals[key] = totals.get(key, 0) + num_bytes
+            totals[key] = totals.get(key, 0) + count * num_bytes
         for factor in region.factors:
             key = common, factor.label
-            totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
+            totals[key] = totals.get(key, 0) + 4 * count * region.factor_numel(factor)
     return [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
 
 

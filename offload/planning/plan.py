@@ -13,7 +13,7 @@ from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.lanes.streams import overlaps
 from offload.layout.codecs import EXACT, GRADIENT_CODECS, Codec
 from offload.layout.planes import summed
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import ParameterInfo, Region, alike
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
 from offload.layout.sharding import Sharding
 from offload.planning import device_updates
@@ -473,12 +473,14 @@ def size_transfers(request: _Request, residence: Residence) -> Transfers:
         transfers = replace(transfers, ahead=AUTO_LOOKAHEAD, buffers=2)
     # Early reads fill the wait for the norm. A record with gradients is not complete before the norm.
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
-    if not defers or any(waits_on_disk(region, residence) for region in regions):
+    if not defers or any(waits_on_disk(region, residence) for region, _ in residence.alike(regions)):
         return transfers
     planned = bytes_on(HOST, request.allocations(residence, transfers))
     # Memory a custom training loop needs in place of the planned gradients.
     trainable = [region for region in regions if region.trainable]
-    sums = sum(sharding.plane_bytes(region, summed(region.plane("gradients"))) for region in trainable)
+    sums = sum(
+        count * sharding.plane_bytes(region, summed(region.plane("gradients"))) for region, count in alike(trainable)
+    )
     sums += staging_bytes(regions, transfers.stagings, sharding, accumulates=True, splits=settings.splits)
     budget = settings.placement.budget(HOST)
     if budget is None:
@@ -517,7 +519,7 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     common = _choose_common(request)
     beside = request.beside_device_memory(common)
     residence = choose_residence(beside, common, update)
-    on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
+    on_disk = any(row.tiers.get("weights") == DISK for row in residence.rows.values())
     if request.settings.delay and (on_disk or residence.common == DEVICE):
         place = "on the device" if residence.common == DEVICE else "on disk"
         raise ConfigError(

@@ -204,5 +204,5 @@ class _Calendar:
 
 def window_bytes(sizes: Sequence[int], num_units: int) -> int:
     """Return the maximum total size over `num_units` consecutive units, at least the largest unit."""
-    last = max(1, len(sizes) - num_units + 1)
-    return max((sum(sizes[first : first + num_units]) for first in range(last)), default=0)
+    windows = set(zip(*(sizes[first:] for first in range(num_units)), strict=False))  # of equal units: few
+    return max(map(sum, windows or [sizes]), default=0)
