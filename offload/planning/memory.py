@@ -151,10 +151,10 @@ def staging_bytes(
         if wide:
             itemsize = 4
         numel = region.numel // own
-        parts = [slice(0, numel)]
-        if accumulates:
-            parts = summed_parts(numel)
-        sizes += [itemsize * (part.stop - part.start) for part in parts]
+        part_numel = _SUMMED_PART if accumulates else max(1, numel)
+        whole, rest = divmod(numel, part_numel)
+        sizes += [itemsize * part_numel] * min(whole, stagings)  # a window sees no more of them
+        sizes += [itemsize * rest] * bool(rest)
     return window_bytes(sizes, stagings)
 
 

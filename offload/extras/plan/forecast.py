@@ -41,7 +41,7 @@ from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.memory import OPERATIONS, Footprint, footprint, with_copy
 from offload.extras.plan.routed import describe_experts
-from offload.extras.plan.search import PlacementSearch
+from offload.extras.plan.search import PlacementSearch, Simulations
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import Workload
@@ -55,6 +55,8 @@ from offload.planning.settings import Settings
 DAY_S = 86400.0
 TIER_NAMES = {DEVICE: "device", "pinned": "host, pinned", HOST: "host", DISK: "disk"}
 """Tier names in messages."""
+_NUM_STEPS = 6
+"""Simulated steps of a forecast."""
 _SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"
@@ -258,7 +260,9 @@ class Forecaster:
     """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
-    _structures: dict[str, Structure] = field(default_factory=dict)
+    _structures: dict[str, Structure | ConfigError] = field(default_factory=dict)
+    _simulations: Simulations = field(default_factory=Simulations)
+    _searches: dict[Hashable, PlacementSearch] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
     _unplanned: str = ""
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
@@ -408,7 +412,7 @@ class Forecaster:
         if workload is not None and times:
             try:
                 planned = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks))
-                step, timing = planned, planned.simulate()
+                step, timing = planned, self._simulations.timing(planned, _NUM_STEPS)
             except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
@@ -439,23 +443,40 @@ class Forecaster:
         work = self._workload(prediction.config, prepared, prediction.total_ranks)
         if isinstance(work, str):
             return {}
-        machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
-        hardware = share_of_rank(prediction.hardware, self.num_ranks)  # a step is that of one rank, beside the others
-        search = PlacementSearch(prepared, work, hardware, machine, self.num_ranks)
+        search = self._search(prediction, work)
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"  # not set by the user
         chosen = search.choose(settings, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}
 
+    def _search(self, prediction: Forecast, work: Workload) -> PlacementSearch:
+        prepared, hardware = prediction.prepared, prediction.hardware
+        read = prepared.settings.precision, prepared.settings.compile  # all the settings that the search itself reads
+        key = tuple(prepared.structure.regions), work, read, repr(hardware), self.num_ranks
+        if key not in self._searches:
+            self._searches.clear()  # machines and batches come one after the other, and plans take memory
+            machine = self.machine or SpecifiedMachine(hardware, self.num_ranks)
+            share = share_of_rank(hardware, self.num_ranks)  # a step is that of one rank, beside the others
+            found = PlacementSearch(prepared, work, share, machine, self.num_ranks, self._simulations)
+            self._searches[key] = found
+        return self._searches[key]
+
     def _structure(self, settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
         sharding, is_streamed = sharding_of(settings, ranks), settings.placement.experts == "streamed"
         cut = is_streamed, share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
-        codecs = settings.frozen_weights, settings.link_weights
+        codecs = settings.frozen_weights, settings.link_weights, settings.sequence_parallel
         # All that a structure depends on: a search has many placements over few structures.
         key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._built.model, settings, ranks, self._built.quantized, share_bytes)
-        return self._structures[key]
+            model, quantized = self._built.model, self._built.quantized
+            try:
+                self._structures[key] = Structure.of(model, settings, ranks, quantized, share_bytes)
+            except ConfigError as error:  # a model without experts cannot stream them, in any forecast
+                self._structures[key] = error
+        found = self._structures[key]
+        if isinstance(found, ConfigError):
+            raise found.with_traceback(None)
+        return found
 
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,6 +50,8 @@ MIN_GAIN = 0.01
 """Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
 _NUM_STEPS = 3
 """Simulated steps per candidate."""
+_NOT_SIMULATED = ("placement", "update", "recompute", "prefetch")
+"""Fields of `Settings` that a simulation finds in the calls and in the table of residence."""
 
 
 def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | None:
@@ -149,6 +151,37 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
     return places
 
 
+class Simulations:
+    """Simulated steps of one model. Each is simulated once, however many placements and machines have it."""
+
+    def __init__(self) -> None:
+        self._timings: dict[Hashable, Timing] = {}
+
+    def timing(self, step: PlannedStep, num_steps: int) -> Timing:
+        """Return the timing of a step, from a simulation of `num_steps` steps."""
+        key = num_steps, _simulated(step)
+        if key not in self._timings:
+            self._timings[key] = step.simulate(num_steps)
+        return self._timings[key]
+
+
+def _simulated(step: PlannedStep) -> Hashable:
+    """Return all that the timing of a step depends on."""
+    plan, hardware = step.simulated_plan(), step.hardware
+    placement = plan.settings.placement
+    settings = {name: value for name, value in vars(plan.settings).items() if name not in _NOT_SIMULATED}
+    indices: dict[int, list[int]] = {}
+    for index, row in plan.residence.rows.items():
+        indices.setdefault(id(row), []).append(index)
+    rows = tuple((repr(plan.residence.rows[of_row[0]]), tuple(of_row)) for of_row in indices.values())
+    calls = tuple((replace(call, regions=(), others=()), len(call.regions), len(call.others)) for call in step.calls)
+    # Long parts apart: the regions follow from the structure and the workload, the settings are those above.
+    rest = replace(plan, regions=(), settings=Settings(), residence=replace(plan.residence, rows={}))
+    machine = repr((hardware.rates, hardware.device, hardware.num_machines))
+    tiers = placement.activations, placement.graphs
+    return tuple(step.regions), step.workload, step.clips, machine, repr(settings), tiers, rows, calls, repr(rest)
+
+
 class PlacementCandidate:
     """Estimates for one candidate, from cheap bounds to a full simulation."""
 
@@ -172,7 +205,8 @@ class PlacementCandidate:
 
         Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
         """
-        settings, num_bytes = self.settings, host_update_bytes(self._regions, residence)
+        settings = self.settings
+        num_bytes = host_update_bytes(self._regions, residence)
         waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
         seconds = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
         if waits and num_bytes:
@@ -249,7 +283,7 @@ class PlacementCandidate:
     def timing(self) -> Timing:
         """Simulated timing. Valid only if the candidate fits."""
         assert self.step is not None
-        return self._search.simulate(self.step)
+        return self._search.simulations.timing(self.step, _NUM_STEPS)
 
     @property
     def step_seconds(self) -> float:
@@ -259,10 +293,10 @@ class PlacementCandidate:
 
 @dataclass
 class PlacementSearch:
-    """Evaluates candidate settings for a model on a machine. Plans and simulations are shared between candidates."""
+    """Evaluates candidate settings for a model on a machine, each once in all searches."""
 
     prepared: EnginePlan
-    """Model structure and parameter layout. Of the settings, only the precision is read."""
+    """Model structure and parameter layout. Of the settings, only precision and compile are read."""
     workload: Workload
     """Model compute."""
     hardware: Hardware
@@ -271,9 +305,11 @@ class PlacementSearch:
     """Machine for planning."""
     num_ranks: int = 1
     """Ranks sharing the memory and disk of a machine."""
+    simulations: Simulations = field(default_factory=Simulations)
+    """Simulated steps so far."""
 
     _plans: dict[str, Plan | None] = field(default_factory=dict, init=False)
-    _timings: dict[str, Timing] = field(default_factory=dict, init=False)
+    _candidates: dict[str, PlacementCandidate] = field(default_factory=dict, init=False)
 
     @property
     def ranks(self) -> SimulatedRanks:
@@ -295,10 +331,16 @@ class PlacementSearch:
         choices = placements(settings, num_ranks=num_ranks, num_machines=ranks.num_machines)
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             choices = (each for each in choices if each.update != "both")
-        candidates = (PlacementCandidate(each, self) for each in choices)
+        candidates = map(self._candidate, choices)
         with without_garbage_collector():
             chosen = search(list(candidates)) if times else next((each for each in candidates if each.fits), None)
         return settings if chosen is None else chosen.settings
+
+    def _candidate(self, settings: Settings) -> PlacementCandidate:
+        key = repr(settings)
+        if key not in self._candidates:
+            self._candidates[key] = PlacementCandidate(settings, self)
+        return self._candidates[key]
 
     @cached_property
     def compute_s(self) -> float:
@@ -323,16 +365,6 @@ class PlacementSearch:
             except (DoesNotFitError, ConfigError):
                 self._plans[key] = None
         return self._plans[key]
-
-    def simulate(self, step: PlannedStep) -> Timing:
-        """Return the simulated timing of a step, cached by everything the simulation depends on."""
-        calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
-        plan = step.simulated_plan()
-        settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
-        key = repr((replace(plan, regions=(), settings=settings), calls))  # regions: long, and the same for all
-        if key not in self._timings:
-            self._timings[key] = step.simulate(_NUM_STEPS)
-        return self._timings[key]
 
 
 def _rate(seconds: Callable[[int], float], num_bytes: int) -> float:

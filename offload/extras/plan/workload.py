@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from operator import add, neg
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,22 @@ class Cost:
     copied_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(*map(add, self._numbers, other._numbers))
 
     def __sub__(self, other: Cost) -> Cost:
-        return self + Cost(*(-others for others in astuple(other)))
+        return self + Cost(*map(neg, other._numbers))
+
+    @property
+    def _numbers(self) -> Collection[float]:
+        """Values of all fields, in order. Costs are added for every operation: `astuple` would copy each number."""
+        return vars(self).values()
 
     def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
         """Extrapolate the cost to `num_rows` additional rows, given the cost with one additional row.
 
         The difference per row excludes weights, since weights are read once for all rows.
         """
-        pairs = zip(astuple(self), astuple(of_one_more), strict=True)
+        pairs = zip(self._numbers, of_one_more._numbers, strict=True)
         cost = Cost(*(own + num_rows * (more - own) for own, more in pairs))
         return replace(cost, num_operations=self.num_operations)
 
