@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from benchmarks import plan_memory
 from benchmarks.plan_memory import CASES, NUM_STEPS, Case, actual, compare, planned
 from offload import Engine, plan
 from offload.app.config.config import Config
+from offload.app.hf.models import load_model_config
 from offload.checkpoint.manifest import CHUNK_BYTES
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.errors import format_bytes
+from offload.extras.plan import run_forecast
 from offload.extras.plan.alternatives import apply_change, forecast, place
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
@@ -23,6 +28,8 @@ from offload.extras.plan.memory import Kept, StepMemory
 from offload.extras.plan.run_forecast import describe_forecast, note_slow_precision
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.extras.plan.workload import Workload
+from offload.machine.hardware import Hardware
+from offload.planning.machines import FreeMemory, ThisMachine
 from offload.planning.memory import Allocation
 from tests.matrix import quick
 
@@ -283,6 +290,24 @@ def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
     found = forecast(where, two, 2)
     assert not found.fits
     assert found.fix == "--offload.replica_states shared", "which changes no bit"
+
+
+def test_a_run_with_all_on_the_device_needs_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator: Any = SimpleNamespace(device=torch.device("xpu"), free_bytes=24 << 30, is_integrated=False)
+    machine = ThisMachine(accelerator, agreed_memory=FreeMemory(24 << 30, 1 << 36, "all", False, 0, 24 << 30))
+    measured = []
+
+    def has_no_rates(*_given: object, measures: bool = True) -> Hardware:
+        measured.append(measures)
+        raise LookupError("no rates")
+
+    monkeypatch.setattr(run_forecast, "this_hardware", has_no_rates)
+    said: list[str] = []
+    where = config()
+    architecture = load_model_config(where.model)
+    found = run_forecast.forecast_run(where, architecture, 1, machine, said.append)
+    assert found.document["fits"]
+    assert (said, measured) == ([], [False])
 
 
 def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:

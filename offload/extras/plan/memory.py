@@ -458,12 +458,13 @@ class StepMemory:
         if not self._has_backward:
             return 0
         uses = Counter(call.name for call in self.workload.calls if call.name is not None and call.is_cut)
+        often = {name for name, count in uses.items() if count > 1}
         pieces = {call.name for call in self.workload.calls if call.name is not None and not call.is_cut}
         num_bytes = 0
-        for region in self._regions:
+        for region in self._regions if often or pieces else ():
             lasts = not region.trainable or gradient_lasts(region, self._resident) or region in self._in_row_blocks
-            is_repeated = any(uses[name] > 1 for name in region.units)
-            in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
+            is_repeated = not often.isdisjoint(region.units)
+            in_pieces = region.is_bf16 and not self.settings.splits and not pieces.isdisjoint(region.units)
             if not lasts and (is_repeated or in_pieces):  # the plan itself counts sums that always last
                 num_bytes += 4 * region.numel
         return num_bytes

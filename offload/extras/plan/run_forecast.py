@@ -52,8 +52,9 @@ def forecast_run(
     prediction = forecaster.predict(config, hardware, times=is_measured)
     if has_open_placement(prediction) and not is_measured:  # memory alone may have decided: all on the device
         say("measuring this machine once, to choose where to store the states ...")
-        prediction = forecaster.predict(config, _with_network(network, this_hardware(config)))
-    prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
+        prediction, is_measured = forecaster.predict(config, _with_network(network, this_hardware(config))), True
+    if is_measured:  # without rates all is on the device, and no placement can be compared
+        prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
     for text in (*describe_placement(prediction), *note_slow_precision(forecaster, prediction)):
         say(text)
     return RunForecast(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,7 +120,10 @@ class PlannedStep:
         self.memory = StepMemory(self.prepared, self.workload, self.hardware)
         self._has_backward, self._in_stream = self.settings.optimizer.has_gradients, self.hardware.device != "cpu"
         self._inline = not self.plan.overlap and not self._in_stream  # compute itself makes the copies and updates
-        self._experts = routed_experts(self.prepared.structure, self.workload)
+
+    @cached_property
+    def _experts(self) -> dict[str, RoutedExperts]:
+        return routed_experts(self.prepared.structure, self.workload)
 
     def simulate(self, num_steps: int = 6) -> Timing:
         """Simulate `num_steps` steps and return the timing after warm-up.
@@ -292,8 +296,8 @@ class PlannedStep:
     @cached_property
     def _lasting(self) -> set[int]:
         """Indices of regions whose gradients leave the device only after the backward."""
-        names = [work.name for work in self.workload.calls]
-        often = {name for name in names if name is not None and names.count(name) > 1}
+        uses = Counter(work.name for work in self.workload.calls)
+        often = {name for name, count in uses.items() if name is not None and count > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
         resident = resident_regions(self.units)
         return {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
