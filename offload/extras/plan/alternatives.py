@@ -234,7 +234,7 @@ def _descend(
     """Return the best forecast found one option after the other, with the changes, from the change `start` on."""
     first = initial
     if start:
-        changed = _try_change(forecaster, initial, start, times=times)
+        changed = _try_change(forecaster, initial, start, times=times, worth_s=math.inf)
         if changed is None or not changed.fits:
             return initial, {}
         first = changed
@@ -261,7 +261,9 @@ def _descend(
             yield {**others, "train.recompute": PRODUCTS}
 
     for candidate in candidates():
-        other = _try_change(forecaster, initial, candidate, times=times)
+        before = _step_seconds(chosen)
+        worth_s = math.inf if before is None else (1 - _MIN_GAIN) * before
+        other = _try_change(forecaster, initial, candidate, times=times, worth_s=worth_s)
         if other is not None and _is_faster(chosen, other, times=times):
             chosen, change = other, candidate
     return chosen, change
@@ -343,11 +345,17 @@ def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator
 
 
 def _try_change(
-    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], *, times: bool = True
+    forecaster: Forecaster,
+    prediction: Forecast,
+    change: Mapping[str, Any],
+    *,
+    times: bool = True,
+    worth_s: float | None = None,
 ) -> Forecast | None:
-    """Return the forecast with a change; None: invalid combination."""
+    """Return the forecast with a change; None: invalid combination. times, worth_s: as in `Forecaster.predict`."""
     try:
-        return forecaster.predict(apply_change(prediction.config, change), prediction.hardware, times=times)
+        config = apply_change(prediction.config, change)
+        return forecaster.predict(config, prediction.hardware, times=times, worth_s=worth_s)
     except ConfigError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -41,7 +42,7 @@ from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.memory import OPERATIONS, Footprint, footprint, with_copy
 from offload.extras.plan.routed import describe_experts
-from offload.extras.plan.search import PlacementSearch, Simulations
+from offload.extras.plan.search import PlacementSearch, Simulations, bound_seconds
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import Workload
@@ -57,6 +58,8 @@ TIER_NAMES = {DEVICE: "device", "pinned": "host, pinned", HOST: "host", DISK: "d
 """Tier names in messages."""
 _NUM_STEPS = 6
 """Simulated steps of a forecast."""
+_BOUND_ERROR = 1e-3
+"""Relative error of a bound: simulated times are extrapolated from fewer blocks."""
 _SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"
@@ -264,6 +267,8 @@ class Forecaster:
     _simulations: Simulations = field(default_factory=Simulations)
     _searches: dict[Hashable, PlacementSearch] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
+    _timed: dict[str, Forecast] = field(default_factory=dict)
+    _made: set[tuple[str, bool]] = field(default_factory=set)
     _unplanned: str = ""
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
 
@@ -352,19 +357,51 @@ class Forecaster:
     @property
     def num_made(self) -> int:
         """Number of forecasts made, without repeated ones."""
-        return len(self._forecasts)
+        return len(self._made)
 
-    def predict(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
+    def predict(
+        self, config: Config, hardware: Hardware, *, times: bool = True, worth_s: float | None = None
+    ) -> Forecast:
         """Return the forecast for a configuration on a machine. Raises ConfigError.
 
-        times: False skips the step simulation.
+        times: False skips the step simulation. worth_s: skip it also if the run does not fit, or if a step surely takes
+            more seconds; None: never.
         """
-        key = repr((list(config.items()), hardware, times))  # a search returns to the same configuration
+        key = repr((list(config.items()), hardware))  # a search returns to the same configuration
         if key not in self._forecasts:
-            self._forecasts[key] = self._predict(config, hardware, times)
-        return self._forecasts[key]
+            self._forecasts[key] = self._predict(config, hardware)
+        self._made.add((key, times))
+        found = self._forecasts[key]
+        if not times:
+            return found
+        if key not in self._timed:
+            step = self._step(found)
+            if worth_s is not None and not (found.fits and _may_take(step, worth_s)):
+                return found
+            self._timed[key] = self._simulate(found, step)
+        return self._timed[key]
 
-    def _predict(self, config: Config, hardware: Hardware, times: bool) -> Forecast:
+    def _step(self, found: Forecast) -> PlannedStep | None:
+        """Return the step to simulate; None: the workload or the rates are unknown."""
+        work = self._workload(found.config, found.prepared, found.total_ranks)
+        if isinstance(work, str) or _lacks_disk_rates(found.hardware, found.memory):
+            return None
+        return PlannedStep(found.prepared, work, share_of_rank(found.hardware, self.num_ranks))
+
+    def _simulate(self, found: Forecast, step: PlannedStep | None) -> Forecast:
+        """Return the forecast with the step time."""
+        if step is None:
+            return found
+        try:
+            return replace(found, step=step, timing=self._simulations.timing(step, _NUM_STEPS))
+        except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
+            if "allocate memory" not in str(error):
+                raise
+            note = "there is no step time, because the simulation needs a buffer larger than this machine's memory."
+            return replace(found, notes=(*found.notes, note))
+
+    def _predict(self, config: Config, hardware: Hardware) -> Forecast:
+        """Return the forecast without the step time."""
         ranks = SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
@@ -404,21 +441,8 @@ class Forecaster:
         memory = footprint(prepared, workload, hardware, self.num_ranks)
         if config.checkpoint.every is not None or config.checkpoint.keep_best:
             memory = with_copy(memory, prepared, trainable_class(config).trained_only)
-        step, timing = None, None
-        # The memory is known all the same, and shown.
-        if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):
+        if _lacks_disk_rates(hardware, memory):  # the memory is known all the same, and shown
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
-            times = False
-        if workload is not None and times:
-            try:
-                planned = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks))
-                step, timing = planned, self._simulations.timing(planned, _NUM_STEPS)
-            except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
-                if "allocate memory" not in str(error):
-                    raise
-                notes.append(
-                    "there is no step time, because the simulation needs a buffer larger than this machine's memory."
-                )
         return Forecast(
             config,
             hardware,
@@ -426,8 +450,8 @@ class Forecaster:
             sum(info.numel for info in prepared.structure.infos),
             self.num_ranks,
             memory,
-            timing,
-            step,
+            None,
+            None,
             prepared,
             refusal,
             notes=tuple(notes),
@@ -503,3 +527,15 @@ class Forecaster:
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]
+
+
+def _lacks_disk_rates(hardware: Hardware, memory: Footprint) -> bool:
+    return not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations)
+
+
+def _may_take(step: PlannedStep | None, seconds: float) -> bool:
+    """Return False if a step surely takes more than some seconds."""
+    if step is None or seconds == math.inf:
+        return True
+    has_bound = step.settings.optimizer.has_gradients and not step.plan.residence.sharding.dispatches
+    return not has_bound or bound_seconds(step) <= (1 + _BOUND_ERROR) * seconds

@@ -20,6 +20,7 @@ from offload.extras.plan.simulated_step import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
+from offload.layout.regions import Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
@@ -178,8 +179,60 @@ def _simulated(step: PlannedStep) -> Hashable:
     # Long parts apart: the regions follow from the structure and the workload, the settings are those above.
     rest = replace(plan, regions=(), settings=Settings(), residence=replace(plan.residence, rows={}))
     machine = repr((hardware.rates, hardware.device, hardware.num_machines))
-    tiers = placement.activations, placement.graphs
-    return tuple(step.regions), step.workload, step.clips, machine, repr(settings), tiers, rows, calls, repr(rest)
+    tiers = [
+        placement.activations if any(call.saved_bytes for call in step.calls) else "",
+        placement.graphs if any(call.graph_bytes for call in step.calls) else "",
+    ]
+    return tuple(step.regions), step.workload, step.clips, machine, repr((settings, tiers)), rows, calls, repr(rest)
+
+
+def bound_seconds(step: PlannedStep) -> float:
+    """Return a lower bound for the step time, without a simulation.
+
+    The maximum over busy times of single lanes and over sequential dependencies: gradients arrive after the last
+    forward and before the next one.
+    """
+    calls, seconds = step.calls, step.seconds()
+    residence = step.plan.residence
+    forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
+    backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
+    sharding, trainable = residence.sharding, [region for region in step.regions if region.trainable]
+    if residence.common == DEVICE:
+        return forward + backward + seconds["here"](update_bytes(trainable, sharding))
+    weights = gradients = 0
+    on_disk = step.waiting_bytes(DISK)
+    for region, count in residence.alike(trainable):
+        weights += count * sharding.plane_bytes(region, region.travelling)
+        gradients += count * region.plane("gradients").num_bytes(region.numel)
+        on_disk += count * residence.record_bytes(region, region.numel // sharding.num_ranges)
+    gradients //= sharding.num_ranges
+    # Inputs and graphs go down in the forward, and come up again in the backward.
+    waiting, streamed = step.waiting_bytes(*OFFLOADED), streamed_bytes(trainable, residence)
+    up, down = weights + waiting + streamed[0], gradients + waiting + streamed[1]
+    return max(
+        forward + backward,
+        forward + _rate(seconds["d2h"], gradients),
+        _rate(seconds["h2d"], up),
+        _rate(seconds["d2h"], down),
+        _rate(seconds["nvme_read"], on_disk),
+        _rate(seconds["nvme_write"], on_disk),
+        _update_bound(step.settings, step.hardware, step.regions, residence, backward),
+    )
+
+
+def _update_bound(
+    settings: Settings, hardware: Hardware, regions: Sequence[Region], residence: Residence, backward_s: float = 0.0
+) -> float:
+    """Return the lower bound for host updates, in seconds.
+
+    Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
+    """
+    num_bytes = host_update_bytes(regions, residence)
+    waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
+    seconds = _rate(link_seconds(settings, hardware, residence.sharding)["update"], num_bytes)
+    if waits and num_bytes:
+        seconds += backward_s
+    return seconds
 
 
 class PlacementCandidate:
@@ -198,20 +251,8 @@ class PlacementCandidate:
         settings = self.settings
         if settings.update != "cpu" or settings.placement.optimizer == "device":
             return self._search.compute_s
-        return max(self._search.compute_s, self._update_bound(Residence(sharding=self._sharding)))
-
-    def _update_bound(self, residence: Residence, backward_s: float = 0.0) -> float:
-        """Return the lower bound for host updates, in seconds.
-
-        Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
-        """
-        settings = self.settings
-        num_bytes = host_update_bytes(self._regions, residence)
-        waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
-        seconds = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
-        if waits and num_bytes:
-            seconds += backward_s
-        return seconds
+        residence = Residence(sharding=self._sharding)
+        return max(self._search.compute_s, _update_bound(settings, self._hardware, self._regions, residence))
 
     @cached_property
     def step(self) -> PlannedStep | None:
@@ -246,38 +287,9 @@ class PlacementCandidate:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """Lower bound for the step time, from the plan.
-
-        The maximum over busy times of single lanes and over sequential dependencies: gradients arrive after the last
-        forward and before the next one.
-        """
+        """Lower bound for the step time, from the plan."""
         assert self.step is not None  # `fits` comes first
-        calls, seconds = self.step.calls, self.step.seconds()
-        residence = self.step.plan.residence
-        forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
-        backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
-        sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
-        if residence.common == DEVICE:
-            return forward + backward + seconds["here"](update_bytes(trainable, sharding))
-        weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
-        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // sharding.num_ranges
-        # Inputs and graphs go down in the forward, and come up again in the backward.
-        waiting, streamed = self.step.waiting_bytes(*OFFLOADED), streamed_bytes(trainable, residence)
-        up, down = weights + waiting + streamed[0], gradients + waiting + streamed[1]
-        on_disk = self.step.waiting_bytes(DISK) + sum(
-            region.plane(name).num_bytes(region.numel // sharding.num_ranges)
-            for region in trainable
-            for name in residence.planes_on(DISK, region)
-        )
-        return max(
-            forward + backward,
-            forward + _rate(seconds["d2h"], gradients),
-            _rate(seconds["h2d"], up),
-            _rate(seconds["d2h"], down),
-            _rate(seconds["nvme_read"], on_disk),
-            _rate(seconds["nvme_write"], on_disk),
-            self._update_bound(residence, backward),
-        )
+        return bound_seconds(self.step)
 
     @cached_property
     def timing(self) -> Timing:

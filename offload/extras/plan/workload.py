@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from operator import add, neg
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Cost:
         return self + Cost(*map(neg, other._numbers))
 
     @property
-    def _numbers(self) -> Collection[float]:
+    def _numbers(self) -> Collection[Any]:
         """Values of all fields, in order. Costs are added for every operation: `astuple` would copy each number."""
         return vars(self).values()
 
