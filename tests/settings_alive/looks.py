@@ -37,7 +37,8 @@ Figures = Mapping[str, Any]
 - losses (with norms), tokens (with targets), rates, evaluations, fields, moved bytes, peak: by step.
 - num_steps: steps in metrics.jsonl.
 - held: bytes by tier and name. files: names. weights: hash of the export.
-- lines: printed lines without times. refusal: error, or empty. outcome: losses and refusal.
+- lines: printed lines without times. notes: of these, the notes.
+- refusal: error, or empty. outcome: losses and refusal.
 
 A plan has the keys of its JSON object, with a refusal.
 """
@@ -129,7 +130,7 @@ class SpokenWorker(AbstractContextManager[Any]):
     """A worker of the tokenizer in this process, with a line on the screen."""
 
     def __init__(self, encoder: Any) -> None:
-        print("a worker begins")
+        print("note: a worker begins")
         self.encode_batch = encoder.encode_batch
 
     def __exit__(self, *_: object) -> None:
@@ -210,9 +211,11 @@ def _plan(words: Mapping[str, str]) -> Figures:
 def _train(words: Mapping[str, str], here: Path) -> Figures:
     screen, refusal = _run(train.main, words)
     files = [path for path in sorted(here.rglob("*")) if path.is_file() and not path.is_relative_to(here / "cache")]
+    printed = [_TIME.sub("T", line) for line in screen.splitlines()]
     found: dict[str, Any] = {
         "files": [_NUMBER.sub("N", str(path.relative_to(here))) for path in files],
-        "lines": [_TIME.sub("T", line) for line in screen.splitlines()],
+        "lines": printed,
+        "notes": [line for line in printed if line.startswith("note: ")],
         "weights": [xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files if path.suffix == ".safetensors"],
         "refusal": refusal,
     }
