@@ -31,7 +31,7 @@ from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import update_bytes
 from offload.planning.settings import Settings
-from tests.engine.test_toy_stage import Twice
+from tests.cases.stages import Twice
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 
 WARM_STEPS = 5  # an engine distributes leftover device memory after the third step

@@ -30,6 +30,7 @@ SPLIT = {
 """Files split over workers: slow, with little shared work, or last in the order."""
 CONTRACTS = "tests/contracts/test_contracts.py"
 
+pytest.register_assert_rewrite("tests.contracts.contracts")
 settings.register_profile("offload", deadline=None)  # a busy machine makes examples slow, not wrong
 settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)
 settings.load_profile("offload")

@@ -175,7 +175,7 @@ class Hashes:
 def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> str:
     """Train a configuration. Return the hashes for steps, weights and states, valid on rank 0."""
     from tests.cases.features import CASES, HASHED, TRAINER_RUNS
-    from tests.cases.run import Training
+    from tests.cases.run import Training, registered
 
     ranks, child = HASHED[name][1].ranks if name in HASHED else 1, None
     if ranks > 2:
@@ -185,8 +185,9 @@ def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> s
         with tempfile.TemporaryDirectory() as own, _environment(ranks, rank, port, own):
             if name in TRAINER_RUNS:
                 return str(_train_run(TRAINER_RUNS[name], Path(own)))
-            case, cell = HASHED[name]
-            return str(_train(Training(CASES[case], cell, Path(own), rank), Path(folder or own)))
+            of, cell = HASHED[name]
+            with registered(CASES[of]):
+                return str(_train(Training(CASES[of], cell, Path(own), rank), Path(folder or own)))
     finally:
         if child == 0:
             if (error := sys.exc_info()[1]) is not None:
@@ -222,7 +223,7 @@ def _train(training: Any, shared: Path) -> Hashes:
         engine.load_checkpoint(shared / "saved")
     for step in steps + training.train(engine, range(SAVED, STEPS)):
         found.step(step)
-    found.numbers(engine.evaluate(training.batch(STEPS)).item())
+    found.numbers(engine.evaluate(training.batch(STEPS), training.case.loss_fn).item())
     found.parameters(engine)
     engine.save_checkpoint(shared / "final", **training.case.saves)
     engine.close()

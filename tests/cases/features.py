@@ -106,7 +106,8 @@ class Case:
     ranks_within: distance of two ranks from one process, likewise. Losses and norms: five times as much.
     saves: keywords for `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
-    is_fuzzed: the fuzzer draws the update rule, under the case's name.
+    stage: returns a stage of one's own, which engines of the case run (see tests/cases/run.py).
+    is_fuzzed: the fuzzer draws the update rule or the stage, under the case's name.
     limits: values small enough for a small model (see `limits_of`).
     bits: hashed runs, by name.
     """
@@ -122,6 +123,7 @@ class Case:
     ranks_within: float = 2e-5
     saves: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    stage: Callable[[], type[Any]] | None = None
     is_fuzzed: bool = False
     limits: Mapping[str, Any] = field(default_factory=dict)
     bits: Mapping[str, Cell] = field(default_factory=dict)
@@ -190,7 +192,13 @@ def _in_fp8(precision: str) -> Mapping[str, Any]:
     return {"group": partial(multiply_in_fp8, "fp8_rowwise")}
 
 
-# -- models and batches ------------------------------------------------------------------------------------------------
+def _blocks_twice(precision: str) -> Mapping[str, Any]:
+    from tests.cases.stages import run_twice
+
+    return {"group": run_twice}
+
+
+# -- models, batches and stages ----------------------------------------------------------------------------------------
 
 
 def _by_document() -> nn.Module:
@@ -208,6 +216,12 @@ def _packed(seed: int, rows: int) -> Batch:
 def _partly_frozen() -> nn.Module:
     """Return a model with frozen first units and a partly frozen unit."""
     return freeze(llama(), "embed_tokens", "layers.0.", "q_proj")
+
+
+def _twice() -> type[Any]:
+    from tests.cases.stages import Twice
+
+    return Twice
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -482,9 +496,10 @@ CASES: dict[str, Case] = {
             "dora-dropout-bf16": at(CPU, BF16, make=lora(llama, use_dora=True, lora_dropout=0.1)),
         },
     ),
+    "each block twice": Case(Stack, **HANDMADE, stage=_twice, reference=_blocks_twice, is_fuzzed=True),
 }
-FUZZED: dict[str, UpdateRule] = {name: case.settings["optimizer"] for name, case in CASES.items() if case.is_fuzzed}
-"""Update rules of the fuzzer, by the case's name."""
+FUZZED: dict[str, Case] = {name: case for name, case in CASES.items() if case.is_fuzzed}
+"""Cases whose update rule or stage the fuzzer draws."""
 HASHED: dict[str, tuple[str, Cell]] = dict(
     sorted(
         ((run, (name, cell)) for name, case in CASES.items() for run, cell in case.bits.items()),

@@ -27,9 +27,22 @@ class Step(NamedTuple):
 
 
 @contextmanager
-def small(case: Case) -> Iterator[None]:
-    """Make limits small enough for the small model of a case."""
+def registered(case: Case) -> Iterator[None]:
+    """Register the stage of a case, if it has one, for the engines in this context."""
+    if case.stage is None:
+        yield
+        return
+    from offload.engine.units.stages import STAGES
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(STAGES, "_objects", {**STAGES._objects, "stage of the case": case.stage()})
+        yield
+
+
+@contextmanager
+def small(case: Case) -> Iterator[None]:
+    """Register the stage of a case, and make limits small enough for its small model."""
+    with registered(case), pytest.MonkeyPatch.context() as patch:
         for limit in limits_of({**LIMITS, **case.limits}):
             patch.setattr(*limit)
         yield

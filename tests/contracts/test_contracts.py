@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("tests.contracts.contracts")
-from tests.cases.features import CASES, PLACES  # noqa: E402
-from tests.cases.run import small  # noqa: E402
-from tests.contracts.contracts import CLIPS, CONTRACTS, Setting  # noqa: E402
+from tests.cases.features import CASES, PLACES
+from tests.cases.run import small
+from tests.contracts.contracts import CLIPS, CONTRACTS, Setting
 
 pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
 """With this warning an engine changes to a safer way of running, in which a mistake of a feature would not show."""

@@ -38,12 +38,14 @@ RULES: dict[str, UpdateRule] = {
     ),
     "lomo": LOMO(lr=0.05, groups=(("0", {"lr_scale": 0.3}),)),
     "adalomo": AdaLomo(lr=0.02),
-    **FUZZED,
+    **{name: case.settings["optimizer"] for name, case in FUZZED.items() if "optimizer" in case.settings},
 }
 """Update rules by name. A case without a name uses AdamW.
 
 smooth: an update as precise as the gradients (see tests/engine/ranks_child.py).
 """
+STAGES = [name for name, case in FUZZED.items() if case.stage is not None]
+"""Stages of one's own, by the names of their cases."""
 _BY_MATRIX = [name for name, rule in RULES.items() if rule.by_matrix]
 
 Op = dict[str, Any]
@@ -182,6 +184,7 @@ def draw(kind: str, seed: int) -> Case:
     _give_habits(random.Random(f"habits of {kind} {seed}"), case)
     if case.forwards is None:
         _give_products(random.Random(f"products of {kind} {seed}"), case)
+        _give_stage(random.Random(f"stage of {kind} {seed}"), case)
     if case.settings.get("optimizer") in _BY_MATRIX:
         for layout in case.layouts:  # these rules update whole parameters, not pieces
             layout.pop("update", None)
@@ -224,6 +227,13 @@ def _give_products(dice: random.Random, case: Case) -> None:
         case.plain = True
         for key in ("micro_batch_size", "head_chunk_bytes", "sequence_tile"):
             case.settings.pop(key, None)
+
+
+def _give_stage(dice: random.Random, case: Case) -> None:
+    """Run a stage of one's own in some cases. Its blocks take and return one tensor, which a mosaic has."""
+    if case.model["make"] == "mosaic" and not case.habits and dice.random() < 0.1:
+        case.settings["stage"] = dice.choice(STAGES)
+        case.plain = False  # the twin runs the stage too
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

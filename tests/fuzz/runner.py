@@ -9,7 +9,7 @@ import copy
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ from offload.extras.large import compiled_forwards as compiled
 from offload.extras.quant import products
 from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.planning import device_updates, disk
+from tests.cases.features import CASES
+from tests.cases.run import registered
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import memory_of, parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
@@ -327,7 +329,7 @@ def open_engine(
         places["nvme_dir"] = str(folder / "nvme")
     keys = ("debug", "recompute", "prefetch", "compile", "throttle", "update", "zero_stage")
     more = {key: layout[key] for key in keys if key in layout}
-    given = dict(settings)
+    given = {key: value for key, value in settings.items() if key != "stage"}
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = RULES[given["optimizer"]]
     with ExitStack() as stack:
@@ -363,6 +365,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
                 mock.patch.object(compiled, "BACKEND", _BACKEND),
                 mock.patch.object(offloaded_graph, "SMALLEST_BYTES", 1),
                 mock.patch.object(products, "LEAST_SIZE", LEAST_SIZE),
+                registered(CASES[case.settings["stage"]]) if "stage" in case.settings else nullcontext(),
             ):
                 _run(case, comm, folder, outcome)
                 comm.barrier("end of the engines")  # all ranks share a folder
