@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
@@ -22,8 +23,16 @@ class Step(NamedTuple):
 
     loss: float
     norm: float
+    tokens: int | None
+    skipped: bool
     early_norm: float | None = None
     slopes: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, result: Any, early_norm: float | None = None) -> Step:
+        """result: `StepResult`."""
+        slopes = () if result.measured is None else tuple(result.measured.slopes)
+        return cls(result.loss.item(), result.grad_norm, result.tokens, result.skipped, early_norm, slopes)
 
 
 @contextmanager
@@ -40,7 +49,7 @@ def registered(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def small(case: Case) -> Iterator[None]:
+def small(case: Case = Case()) -> Iterator[None]:  # noqa: B008
     """Register the stage of a case, and make limits small enough for its small model."""
     with registered(case), pytest.MonkeyPatch.context() as patch:
         for limit in limits_of({**LIMITS, **case.limits}):
@@ -59,8 +68,10 @@ class Training:
 
     @property
     def placement(self) -> Placement:
-        tiers = {**self.case.placement, **self.cell.place}
-        return Placement(**tiers, nvme_dir=str(self.folder) if "nvme" in tiers.values() else None)
+        place = {**self.case.placement, **self.cell.place}
+        if "nvme" in place.values():
+            place["nvme_dir"] = str(self.folder)
+        return Placement(**place)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,7 +81,11 @@ class Training:
     def engine(self, seed: int = 0, fill: Callable[[nn.Module], Any] = lambda model: None, **settings: Any) -> Engine:
         """Open an engine on a new model. fill: returns the `fill` of the engine."""
         model = build(self.cell.make or self.case.make, seed)
-        return Engine(model, placement=self.placement, fill=fill(model), **{**self.settings, **settings})
+        return self.open(model, fill=fill(model), **settings)
+
+    def open(self, model: nn.Module, **settings: Any) -> Engine:
+        """Open an engine on a model."""
+        return Engine(model, placement=self.placement, **{**self.settings, **settings})
 
     def batch(self, number: int) -> Mapping[str, Tensor]:
         """Return this rank's rows."""
@@ -91,8 +106,8 @@ class Training:
             result = engine.update(0.5)
         else:
             result = engine.step(self.batch(number), loss_fn=self.case.loss_fn)
-        slopes = () if result.measured is None else tuple(result.measured.slopes)
-        return Step(result.loss.item(), result.grad_norm, early_norm, slopes)
+        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
+        return Step.of(result, early_norm)
 
     def train(self, engine: Engine, numbers: Iterable[int]) -> list[Step]:
         return [self.step(engine, number) for number in numbers]

@@ -9,7 +9,7 @@ import torch
 
 from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
-from offload.planning import disk
+from tests.cases.run import small
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -38,9 +38,10 @@ def device_is_left_empty() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles() -> Iterator[None]:
     """Make tiles small, so tiny regions go around the rings many times."""
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    with small():
+        yield
 
 
 @pytest.fixture

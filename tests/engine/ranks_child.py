@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,10 +34,10 @@ from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.streams import StreamLanes
 from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
-from offload.planning import disk
 from tests import accelerator
-from tests.cases.features import BF16, HANDMADE, Case
-from tests.cases.models import build, first_row, freeze, gpt2, llama, share, tokens
+from tests.cases.features import BF16, HANDMADE, Case, Cell
+from tests.cases.models import build, first_row, freeze, gpt2, llama, tokens
+from tests.cases.run import Step, Training, small
 from tests.engine.handmade import words
 from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import serve
@@ -156,11 +156,11 @@ COUNTED = (
 class Found:
     """Results from one run on one rank.
 
-    steps: (loss, norm, tokens, skipped) per step; moved: the `COUNTED` counters per step; local: losses on this rank;
+    moved: the `COUNTED` counters per step; local: losses on this rank;
     kinds: the fence kinds created in the run.
     """
 
-    steps: list[tuple[float, float, int | None, bool]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     allocations: list[tuple[str, str, int]] = field(default_factory=list)
@@ -182,15 +182,14 @@ def opened(comm: Comm | None, case: Case, *, folder: str = "", delays: int | Non
     placement: keyword arguments of Placement; delays: base seed for the delays on each rank; by_rank: settings per
     rank.
     """
-    settings = {"optimizer": SMOOTH, **case.settings, **settings}
-    settings |= settings.pop("by_rank", {}).get(comm.rank if comm else 0, {})
-    placement = dict(settings.pop("placement", {}))
-    if "nvme" in placement.values():
-        placement["nvme_dir"] = folder
+    rank = comm.rank if comm else 0
+    settings = {"optimizer": SMOOTH, "clip": "auto", **case.settings, **settings}
+    settings |= settings.pop("by_rank", {}).get(rank, {})
     if delays is not None:
-        settings["debug"] = 10 * delays + comm.rank + 1
-    seed = settings.pop("model_seed", 0)
-    return Engine(build(settings.pop("make", case.make), seed), placement=Placement(**placement), comm=comm, **settings)
+        settings["debug"] = 10 * delays + rank + 1
+    seed, make = settings.pop("model_seed", 0), settings.pop("make", None)
+    cell = Cell(settings.pop("placement", {}), settings, make)
+    return Training(case, cell, Path(folder), rank).engine(seed, comm=comm)
 
 
 def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
@@ -210,28 +209,31 @@ def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **s
     assert comm is None or (rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
         leave_spare_memory(engine)
+    training = training_of(known, rows, rank, unlabelled)
     for step, seed in enumerate(seeds):
-        whole = known.batch(seed, sum(rows))
-        if unlabelled is not None:
-            whole = without_targets(whole, rows, unlabelled)
         if spike[0] is not None:
             engine.model.factor = spike[2] if spike[:2] == (step, rank) else 1.0
-        torch.manual_seed(step)
-        result = engine.step(share(whole, rows, rank), loss_fn=known.loss_fn)
-        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
-        found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+        found.steps.append(training.step(engine, seed))
         found.moved.append(numbers(engine.counters))
         if evaluate == step:
-            before = numbers(engine.counters)
-            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, rank), known.loss_fn)
-            assert (loss.dtype, loss.dim(), loss.device.type) == (torch.float32, 0, "cpu")
-            assert numbers(engine.counters) == before, "evaluation leaves the counters alone"
-            found.evaluated.append(loss.item())
+            batch = training_of(known, rows, rank).batch(99)
+            found.evaluated.append(engine.evaluate(batch, known.loss_fn).item())
+            assert numbers(engine.counters) == found.moved[-1], "evaluation leaves the counters alone"
     found.weights = dict(engine.named_parameters())
     assert numbers(engine.counters) == found.moved[-1], "reading weights leaves the counters alone"
     found.allocations, found.peak_host_bytes = list(engine.allocations), engine.counters.peak_host_bytes
     engine.close()
     return found
+
+
+def training_of(case: Case, rows: Sequence[int], rank: int, unlabelled: int | None = None) -> Training:
+    """Return steps on this rank's rows. unlabelled: the rank without targets."""
+
+    def batch(seed: int, num_rows: int) -> Batch:
+        whole = case.batch(seed, num_rows)
+        return whole if unlabelled is None else without_targets(whole, rows, unlabelled)
+
+    return Training(case, Cell(batch=batch, rows=rows, ranks=len(rows)), Path(), rank)
 
 
 def numbers(counters: Any) -> dict[str, int]:
@@ -245,17 +247,9 @@ def without_targets(batch: Batch, rows: Sequence[int], rank: int) -> dict[str, T
     return {**batch, "labels": labels}
 
 
-@contextmanager
-def small_tiles() -> Iterator[None]:
-    """Make disk tiles small, so tiny regions and activations go around the disk rings many times."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "_LARGEST_TILE", 2048)
-        yield
-
-
 def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Train the runs one after another over one comm."""
-    with open_comm(times=JOB) as comm, small_tiles():
+    with open_comm(times=JOB) as comm, small():
         return [train(comm, **run) for run in runs]
 
 
@@ -309,13 +303,12 @@ def opened_by_itself(**run: Any) -> Found:
 def own_loop(case: str, num_steps: int, **settings: Any) -> Found:
     """Train with two backward calls per step on each rank. Each rank has different rows."""
     known, found = CASES[case], Found()
-    with open_comm(times=JOB) as comm, small_tiles():
+    with open_comm(times=JOB) as comm, small():
         engine = opened(comm, known, **settings)
         for step in range(num_steps):
             for part in range(2):
                 engine.backward(own_loss(engine.model, known, own_seed(step, part, comm.rank)))
-            result = engine.update()
-            found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+            found.steps.append(Step.of(engine.update()))
         found.weights = dict(engine.named_parameters())
         engine.close()
     return found
@@ -352,7 +345,7 @@ def dropped_out(stages: Sequence[int], num_steps: int) -> list[Found]:
                 torch.manual_seed(step)
                 result = engine.step(tokens(step), loss_fn=loss_fn)
                 found.local.append(seen[-1])
-                found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+                found.steps.append(Step.of(result))
             engine.evaluate(tokens(0), loss_fn)
             found.evaluated.append(seen[-1])
             found.weights = dict(engine.named_parameters())
@@ -368,16 +361,14 @@ def stopped_by_inf(spike: tuple[int, int, float], **run: Any) -> tuple[tuple[str
     known, found, error = CASES["spiking"], Found(), ("", "")
     with open_comm(times=JOB) as comm:
         engine = opened(comm, known, clip="deferred", zero_stage=run["zero_stage"])
+        training = training_of(known, run["rows"], comm.rank)
         for step in range(run["num_steps"]):
             engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
-            batch = share(known.batch(step, sum(run["rows"])), run["rows"], comm.rank)
             try:
-                result = engine.step(batch, loss_fn=known.loss_fn)
+                found.steps.append(training.step(engine, step))
             except OffloadError as caught:
                 assert step == spike[0]
                 error = type(caught).__name__, str(caught)
-                continue
-            found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
         found.weights = dict(engine.named_parameters())
         engine.close()
     return error, found
@@ -478,7 +469,7 @@ def two_engines() -> tuple[str, str]:
 def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
     """Return the error of an engine over budget. All ranks of a machine share the host budget."""
     settings["placement"] = {**settings.get("placement", {}), **budget}
-    with open_comm(times=JOB) as comm, small_tiles():
+    with open_comm(times=JOB) as comm, small():
         try:
             opened(comm, CASES["plain"], folder=folder, **settings).close()
         except OffloadError as caught:
@@ -498,7 +489,7 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
 
     found, made, kinds = [], Fence.__init__, set()
     # Without the wait one rank may stall: the short stall time ends the others soon.
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, small_tiles():
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, small():
         patch.setattr(Fence, "__init__", lambda self, kind: (kinds.add(kind), made(self, kind))[1])
         if wait:
             getattr(test_races, wait[0])(*wait[1:])(patch)

@@ -15,7 +15,8 @@ from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, OffloadError
 from tests.cases.models import build, gpt2, mamba, mixtral
-from tests.engine.ranks_child import JOB, small_tiles
+from tests.cases.run import small
+from tests.engine.ranks_child import JOB
 
 Batch = Mapping[str, torch.Tensor]
 SMOOTH = AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1)
@@ -101,5 +102,5 @@ def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], *
 
 def trained(runs: Sequence[Mapping[str, Any]]) -> list[Shared]:
     """Train the runs one after another over one comm."""
-    with open_comm(times=JOB) as comm, small_tiles():
+    with open_comm(times=JOB) as comm, small():
         return [train(comm, **run) for run in runs]

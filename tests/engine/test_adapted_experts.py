@@ -21,11 +21,10 @@ from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
-from tests.cases.models import batches, build, tokens
+from tests.cases.models import batches, build, share, tokens
 from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
 from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.ranks import run
-from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
 from tests.engine.sizes import tier_bytes, up
 from tests.engine.test_streamed_experts import RULE, mixture, streamed

@@ -13,11 +13,10 @@ from offload import AdamW, Engine, Placement
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
 from offload.extras.rules.factored import Adafactor
-from tests.cases.models import batches, build, llama, tokens
+from tests.cases.models import batches, build, llama, share, tokens
 from tests.engine import ranks
 from tests.engine.compare import PLACES, assert_same, placed, same_bits, weights
 from tests.engine.inside import State, states
-from tests.engine.ranks_child import share
 from tests.integrations.plain import needs
 
 needs("peft")

@@ -22,22 +22,12 @@ from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
-from tests.cases.models import gpt2
+from tests.cases.models import gpt2, share
+from tests.cases.run import small
 from tests.engine.handmade import TiedBlocks, UsedTwice
 from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import JobError, run
-from tests.engine.ranks_child import (
-    CASES,
-    JOB,
-    WITHIN,
-    Found,
-    frozen_llama,
-    odd_llama,
-    opened,
-    share,
-    small_tiles,
-    trained,
-)
+from tests.engine.ranks_child import CASES, JOB, WITHIN, Found, frozen_llama, odd_llama, opened, trained
 from tests.engine.test_overlap import SLOW
 from tests.engine.test_ranks import MODES, assert_equal, assert_near, plain, settings_of, train
 from tests.engine.test_ranks_faults import after_a_kill
@@ -136,7 +126,7 @@ def test_micro_batches_and_uneven_rows_are_near_plain_pytorch() -> None:
 def moved(runs: list[dict[str, Any]]) -> list[tuple[Counter[str], int]]:
     """Return for each run, in the last of three steps: copies to the device by block, and all bytes copied there."""
     found = []
-    with open_comm(times=JOB) as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
+    with open_comm(times=JOB) as comm, small(), pytest.MonkeyPatch.context() as patch:
         copies, copy = Counter[str](), Slots._copy_to_device
 
         def counted(self: Slots, region: Region, *given: Any, **also: Any) -> list[Ticket]:

@@ -10,12 +10,11 @@ import torch
 
 from offload import Engine, Placement
 from offload.errors import ConfigError
-from tests.cases.models import batches, build, gpt2, llama, tokens
+from tests.cases.models import batches, build, gpt2, llama, share, tokens
 from tests.engine import ranks
 from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
 from tests.engine.device import twin
 from tests.engine.inside import updating_device
-from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
 
 AUTO = Placement(parameters="auto", optimizer="auto", device_memory="256KiB")

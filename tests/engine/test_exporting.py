@@ -29,13 +29,14 @@ from offload.files import safetensors_file
 from offload.native import kernels
 from offload.tiers import values
 from offload.tiers.values import Values
-from tests.cases.models import build, gemma2, llama, mixtral, tokens
+from tests.cases.models import build, gemma2, llama, mixtral, share, tokens
+from tests.cases.run import small
 from tests.engine.compare import assert_same, same_bits, step_of, weights
 from tests.engine.device import NO_LSTM
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, numbers, opened, share, small_tiles
+from tests.engine.ranks_child import CASES, numbers, opened
 
 ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
 
@@ -170,7 +171,7 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
         return real(self, *args, **options)
 
     placement = Placement(**ON_DISK, nvme_dir=folder) if on_disk else None
-    with open_comm() as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
+    with open_comm() as comm, small(), pytest.MonkeyPatch.context() as patch:
         for module in (safetensors_file, tensor_writer):
             patch.setattr(module, "PIECE_BYTES", 1000)
         patch.setattr(values, "_PART", 700)

@@ -23,13 +23,13 @@ from offload.extras.large import compiled_forwards
 from offload.extras.quant import products
 from offload.extras.quant.products import Fp8Products, ScaledMatrix, multiply, to_fp8
 from offload.planning.settings import Settings
-from tests.cases.models import adapted, batches, build, gpt2, llama, t5, tokens
+from tests.cases.models import adapted, batches, build, first_row, gpt2, llama, share, t5, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, first_row, share
+from tests.engine.ranks_child import JOB
 from tests.engine.reference import Reference, count_labels, sum_by_layer
 from tests.engine.test_frozen_weights import dequantised
 

@@ -14,11 +14,10 @@ from offload import SGD, Engine, Placement
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.group_loss import TokenLoss
 from offload.errors import ConfigError
-from tests.cases.models import VOCABULARY, build, gemma2, llama
+from tests.cases.models import VOCABULARY, build, gemma2, llama, share
 from tests.engine import ranks
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
-from tests.engine.ranks_child import share
 
 PROMPT, LENGTH = 17, 28
 """The prompt has no targets and is longer than the recorded token sample."""

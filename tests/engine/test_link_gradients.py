@@ -26,11 +26,11 @@ from offload.layout.regions import Region
 from offload.layout.sharding import Sharding
 from offload.planning.plan import describe_links
 from offload.planning.settings import Settings
-from tests.cases.models import build
+from tests.cases.models import build, share
 from tests.engine.compare import assert_same
 from tests.engine.device import cpu_only
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed, share
+from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed
 from tests.engine.reference import Reference
 from tests.engine.sizes import Elements
 from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_of

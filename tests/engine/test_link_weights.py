@@ -23,11 +23,11 @@ from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import parse_throttle
 from offload.tiers.slots import Slots
-from tests.cases.models import build, llama, tokens
+from tests.cases.models import build, first_row, llama, share, tokens
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.inside import leave_spare_memory, parts_of, planned_bytes
 from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, first_row, share
+from tests.engine.ranks_child import JOB
 from tests.engine.reference import fake_quantised
 from tests.engine.sizes import tier_bytes, up
 

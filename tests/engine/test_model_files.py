@@ -27,11 +27,11 @@ from offload.layout.residence import Residence
 from offload.planning import disk
 from offload.planning.disk import in_files
 from offload.planning.settings import Settings
-from tests.cases.models import build, llama, mixtral, tokens
+from tests.cases.models import build, llama, mixtral, share, tokens
 from tests.engine.compare import assert_same, weights
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, SMOOTH, share
+from tests.engine.ranks_child import JOB, SMOOTH
 from tests.engine.sizes import Elements, tier_bytes
 
 TILE = 2048

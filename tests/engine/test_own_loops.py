@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
-from tests.cases.models import build, gemma2, llama, mixtral, qwen3, tokens
+from tests.cases.models import build, gemma2, llama, mixtral, qwen3, share, tokens
 from tests.engine import ranks
 from tests.engine.compare import (
     PROPORTIONAL,
@@ -46,7 +46,6 @@ from tests.engine.handmade import (
     words,
 )
 from tests.engine.inside import states, steps_of
-from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
 from tests.leaks import no_graph_is_left, no_tensor_waits_for_collection
 

@@ -21,11 +21,12 @@ from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.quant.file_codecs import FileCodec
 from tests.cases import models
+from tests.cases.models import share
 from tests.engine import compare
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, SMOOTH, share
+from tests.engine.ranks_child import JOB, SMOOTH
 from tests.engine.sizes import tier_bytes
 from tests.hf.quantized import FORMATS, deepseek, quantized
 from tests.integrations.plain import needs

@@ -16,6 +16,7 @@ import torch
 
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from tests.cases.models import build
+from tests.cases.run import Step
 from tests.engine.compare import assert_same, same_bits
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import (
@@ -74,7 +75,7 @@ def plain(case: str, num_rows: int, num_steps: int, mode: str, unlabelled: tuple
             batch = without_targets(batch, *unlabelled)
         torch.manual_seed(step)
         loss, norm = reference.step(batch, known.loss_fn, known.count)
-        found.steps.append((loss.item(), norm, known.count(batch), False))
+        found.steps.append(Step(loss.item(), norm, known.count(batch), False))
         if step == 1:
             found.evaluated.append(evaluated(reference, case, num_rows))
     found.weights = {name: value.clone() for name, value in reference.masters.items()}
@@ -93,7 +94,7 @@ def evaluated(reference: Reference, case: str, num_rows: int) -> float:
 
 def assert_near(found: Found, wanted: Found, within: float) -> None:
     """Compare the numbers per step, and the weights on the layer's scale."""
-    assert [(one[2], one[3]) for one in found.steps] == [(one[2], one[3]) for one in wanted.steps]
+    assert [one[2:4] for one in found.steps] == [one[2:4] for one in wanted.steps]
     for step, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
         assert one[0] == pytest.approx(other[0], rel=within), f"loss of step {step}"
         assert one[1] == pytest.approx(other[1], rel=within), f"norm of step {step}"
@@ -302,7 +303,7 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
                 loss.backward()
                 reference.collect()
                 losses.append(loss.detach().float())
-        found.steps.append((torch.stack(losses).mean().item(), reference.update(), None, False))
+        found.steps.append(Step(torch.stack(losses).mean().item(), reference.update(), None, False))
     found.weights = dict(reference.masters)
     return found
 

@@ -15,10 +15,10 @@ from offload.checkpoint.reader import Reader
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, OffloadError
 from offload.optim.rule import UpdateRule
-from tests.cases.models import build
+from tests.cases.models import build, share
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, SMOOTH, opened, share
+from tests.engine.ranks_child import CASES, SMOOTH, opened
 
 pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and test_ranks_faults.py
 

@@ -22,11 +22,11 @@ from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
-from tests.cases.models import GROUPED, SPECIAL, build, llama, tokens
+from tests.cases.models import GROUPED, SPECIAL, build, llama, share, tokens
 from tests.engine.compare import assert_same, assert_weights, weights
 from tests.engine.inside import parts_of, states
 from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, share
+from tests.engine.ranks_child import JOB
 from tests.engine.reference import Reference, fake_quantised
 from tests.matrix import quick
 

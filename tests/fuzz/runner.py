@@ -9,7 +9,7 @@ import copy
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from offload import Engine, Placement
+from offload import AdamW, Engine
 from offload.distributed.comm import Comm
 from offload.engine.checkpoint_save import PendingCheckpoint
 from offload.engine.units import offloaded_graph
@@ -36,9 +36,9 @@ from offload.errors import (
 from offload.extras.large import compiled_forwards as compiled
 from offload.extras.quant import products
 from offload.extras.zeroth.record import ZerothOrderRecord
-from offload.planning import device_updates, disk
-from tests.cases.features import CASES
-from tests.cases.run import registered
+from tests.cases.features import CASES, Cell
+from tests.cases.features import Case as Feature
+from tests.cases.run import Training, registered, small
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import memory_of, parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
@@ -55,6 +55,7 @@ The bits equal uncompiled code, without seconds for code generation.
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
 _REORDERS = {"head_chunk_bytes", "passes", "sequence_tile"}
 """Settings that change the summation order."""
+_SMALL_TILES = Feature(limits={"offload.planning.device_updates._LARGEST_TILE": 2048})
 _PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs", "optimizer_memory")
 
 
@@ -330,13 +331,11 @@ def open_engine(
     keys = ("debug", "recompute", "prefetch", "compile", "throttle", "update", "zero_stage")
     more = {key: layout[key] for key in keys if key in layout}
     given = {key: value for key, value in settings.items() if key != "stage"}
-    if isinstance(given.get("optimizer"), str):
-        given["optimizer"] = RULES[given["optimizer"]]
-    with ExitStack() as stack:
-        if layout.get("small_tiles"):
-            for owner in (disk, device_updates):
-                stack.enter_context(mock.patch.object(owner, "_LARGEST_TILE", 2048))
-        return Engine(model, placement=Placement(**places, **budgets), comm=comm, **given, **more)
+    rule = given.pop("optimizer", AdamW())
+    given["optimizer"] = RULES[rule] if isinstance(rule, str) else rule
+    training = Training(Feature(), Cell({**places, **budgets}, {**given, **more}), folder / "nvme")
+    with small(_SMALL_TILES) if layout.get("small_tiles") else nullcontext():
+        return training.open(model, comm=comm)
 
 
 def twin_layout(case: Case) -> dict[str, Any]:
