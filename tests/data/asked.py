@@ -10,7 +10,7 @@ from offload.extras.data.sources import Source, SourceFile, find_files
 
 def files_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> list[SourceFile]:
     """Return the files in a source."""
-    return find_files(source_of(source, data_format), **more)
+    return find_files(source_of(source, data_format), **{"notes": [], **more})
 
 
 def source_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> Source:

@@ -68,7 +68,7 @@ def test_an_epoch_is_every_row_once_and_the_next_follows_at_once(build: Build) -
 
 def test_train_and_eval_share_no_document(build: Build) -> None:
     dataset = build()
-    stores = dataset.train.store, dataset.eval.store
+    stores = dataset.train.token_file, dataset.eval.token_file
     documents = [
         {tuple(store.tokens[a:b]) for a, b in zip(store.documents[:-1], store.documents[1:], strict=True)}
         for store in stores
@@ -132,7 +132,7 @@ def test_fewer_rows_than_a_batch_repeat(build: Build, tmp_path: Path) -> None:
     dataset = build(source=str(tmp_path / "one.txt"), eval_share=0.0, batch_size=4)
     assert dataset.num_train_rows == 1
     assert len(set(rows_of(dataset.batch(0)))) == 1
-    assert dataset.batch(0)["attention_mask"].sum(1).tolist() == [dataset.train.store.num_tokens] * 4
+    assert dataset.batch(0)["attention_mask"].sum(1).tolist() == [dataset.train.token_file.num_tokens] * 4
     assert dataset.num_eval_rows == 0
     assert list(dataset.eval_batches(2)) == []
 
@@ -151,8 +151,8 @@ def test_one_document_is_split_by_rows(build: Build, tmp_path: Path, prose: str)
 def test_records_are_split_one_by_one(build: Build, write_lines: Callable[..., Path]) -> None:
     path = write_lines("a.jsonl", *({"text": f"document {i}"} for i in range(400)))
     dataset = build(source=str(path), eval_share=0.2)
-    assert dataset.train.store.num_documents + dataset.eval.store.num_documents == 400
-    assert 50 < dataset.eval.store.num_documents < 110
+    assert dataset.train.token_file.num_documents + dataset.eval.token_file.num_documents == 400
+    assert 50 < dataset.eval.token_file.num_documents < 110
 
 
 def test_eval_batches_are_every_row_once_for_any_seed(build: Build) -> None:
@@ -268,7 +268,7 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     dataset = build()
     assert dataset.notes[0].startswith(f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg.")
     assert dataset.sources[0].prepared.contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
-    num_tokens = dataset.train.store.num_tokens + dataset.eval.store.num_tokens
+    num_tokens = dataset.train.token_file.num_tokens + dataset.eval.token_file.num_tokens
     assert dataset.sources[0].prepared.contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
     assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
@@ -277,7 +277,7 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     dataset = build(source=str(pairs), eval_share=0.0, packing=False)
     assert dataset.sources[0].prepared.contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
-    assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
+    assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.token_file.num_tokens < 0.5
     assert dataset.rows_description.endswith("; a document a row")
 
 
@@ -420,7 +420,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
     assert dataset.num_train_rows > 5000
     assert 0.01 < dataset.num_eval_rows / dataset.num_train_rows < 0.04
     assert dataset.notes == ()
-    assert dataset.train.num_targets == dataset.train.store.num_tokens - dataset.num_train_rows + 1, (
+    assert dataset.train.num_targets == dataset.train.token_file.num_tokens - dataset.num_train_rows + 1, (
         "one lost a row, none in the last"
     )
 

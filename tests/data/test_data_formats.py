@@ -31,7 +31,7 @@ ASSISTANT = {"role": "assistant", "content": "Hello"}
 def read(path: Path, data_format: str = "auto", vocab_size: int = 1000) -> list[Record]:
     (file,) = files_of(str(path), data_format)
     records = []
-    for record in read_records(replace(file, format=detect_format(file)), vocab_size):
+    for record in read_records(replace(file, format=detect_format(file)), vocab_size, []):
         if isinstance(record, BadRow):
             raise record
         records.append(record)

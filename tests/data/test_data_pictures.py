@@ -310,7 +310,7 @@ def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path],
 
 def test_a_maker_travels_to_a_process(folders: dict[str, Path], tmp_path: Path) -> None:
     path = rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red", "white"])}])
-    chat = next(iter(read_records(replace(files_of(str(path))[0], format="messages"), 512)))
+    chat = next(iter(read_records(replace(files_of(str(path))[0], format="messages"), 512, [])))
     processor = load_processor(str(folders["gemma3"]))
     maker = PictureEncoder(processor, ChatRenderer(processor, train_on_prompt=True), train_on_prompt=True)
     first, second = (

@@ -43,7 +43,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 def record(path: Path) -> Any:
-    return next(iter(read_records(files_of(str(path), "preference")[0], 300)))
+    return next(iter(read_records(files_of(str(path), "preference")[0], 300, [])))
 
 
 @pytest.mark.parametrize("spelling", CHATS)
@@ -62,7 +62,7 @@ def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
         writer.writerow(["system", "question", "chosen", "rejected"])
         writer.writerow([SYSTEM["content"], ASKED["content"], GOOD["content"], json.dumps([BAD])])
     file = replace(files_of(str(path), "preference")[0], columns={"prompt": "question"})
-    found = next(iter(read_records(file, 300)))
+    found = next(iter(read_records(file, 300, [])))
     assert isinstance(found, Preference)
     assert isinstance(found.chosen, Chat)
     assert found.chosen.messages == [SYSTEM, ASKED, GOOD]
@@ -120,7 +120,7 @@ def test_a_prompt_beside_a_conversation_with_another_question_is_a_bad_row(
 ) -> None:
     (file,) = files_of(str(write_lines("rows.jsonl", row)))
     data_format = "preference" if "chosen" in row else "prompt-completion"
-    (bad,) = read_records(replace(file, format=data_format), 300)
+    (bad,) = read_records(replace(file, format=data_format), 300, [])
     assert isinstance(bad, BadRow)
     with pytest.raises(BadRow, match=r"rows\.jsonl:1, '(chosen|completion)' is a conversation .*leave the prompt out"):
         raise bad
@@ -128,7 +128,7 @@ def test_a_prompt_beside_a_conversation_with_another_question_is_a_bad_row(
 
 def test_a_completion_that_holds_the_prompt_says_it_once(write_lines: Callable[..., Path]) -> None:
     path = write_lines("rows.jsonl", {"prompt": [ASKED], "completion": [SYSTEM, ASKED, GOOD]})
-    (found,) = read_records(replace(files_of(str(path))[0], format="prompt-completion"), 300)
+    (found,) = read_records(replace(files_of(str(path))[0], format="prompt-completion"), 300, [])
     assert isinstance(found, Chat)
     assert (found.messages, found.num_prompt) == ([SYSTEM, ASKED, GOOD], 2)
 
@@ -173,7 +173,8 @@ def test_an_answer_in_json_is_a_text(write_lines: Callable[..., Path], answers: 
 
 def test_a_completion_in_a_table_of_strings_is_a_conversation(write_lines: Callable[..., Path]) -> None:
     row = {"prompt": json.dumps([SYSTEM, ASKED]), "completion": json.dumps([GOOD])}
-    (found,) = read_records(replace(files_of(str(write_lines("rows.jsonl", row)))[0], format="prompt-completion"), 300)
+    file = replace(files_of(str(write_lines("rows.jsonl", row)))[0], format="prompt-completion")
+    (found,) = read_records(file, 300, [])
     assert isinstance(found, Chat)
     assert (found.messages, found.num_prompt) == ([SYSTEM, ASKED, GOOD], 2)
 

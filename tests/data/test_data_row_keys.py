@@ -156,7 +156,7 @@ def encode(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         path.write_text(json.dumps(row))
         own.chat_template = template
         (file,) = files_of(str(path), "preference" if "chosen" in row else "auto")
-        (record,) = read_records(replace(file, format=detect_format(file)), 1000)
+        (record,) = read_records(replace(file, format=detect_format(file)), 1000, [])
         if isinstance(record, BadRow):
             raise record
         if isinstance(record, Ids):
@@ -194,7 +194,7 @@ def test_a_label_in_a_table_is_as_datasets_types_it(values: tuple[str, str], end
     path.write_text(path.read_text().replace(f"one{mark}two", f"prompt{mark}completion", 1))
     told = datasets.Dataset.from_csv(str(path), sep=mark, cache_dir=str(tmp_path / "cache"))["label"]
     (file,) = files_of(str(path))
-    found = read_records(replace(file, format=detect_format(file)), 1000)
+    found = read_records(replace(file, format=detect_format(file)), 1000, [])
     assert [isinstance(each, BadRow) for each in found] == [not each for each in told] == [False, True]
 
 

@@ -46,7 +46,10 @@ def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Ca
 def unusable(folder: Path, error: Exception) -> ConfigError:
     """Return the error for a data cache that cannot be written."""
     code = system_code(error)
-    reason = because(code, folder) if code else f": {error}."
+    reason = f": {error}."
+    # With a code of the system, the reason also names the limit that was met, such as a full disk.
+    if code:
+        reason = because(code, folder)
     return ConfigError(f"The data cache {folder} cannot be used{reason} Set XDG_CACHE_HOME to another folder.")
 
 

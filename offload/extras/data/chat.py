@@ -15,6 +15,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.extras.data.findings import Findings
+from offload.extras.data.pictures import parts_of
 from offload.extras.data.records import Chat, common_prefix_length
 from offload.extras.data.row_keys import TEMPLATE_KEYS
 from offload.extras.data.rows import BadRow, json_reason
@@ -66,15 +67,18 @@ class ChatRenderer:
         Raises ConfigError for named templates without a `default`.
         """
         templates = tokenizer.chat_template or BUILTIN_TEMPLATE
-        templates = templates if isinstance(templates, dict) else {"default": templates}
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
         if "default" not in templates:
             raise ConfigError(
                 f"the tokenizer has the chat templates {', '.join(sorted(templates))}, and none is named default: "
                 "write one of them into chat_template.jinja in the folder of the tokenizer."
             )
         self._default = Template(tokenizer, templates["default"])
+        self._tool_use = self._default
         # transformers chooses the template named `tool_use` for conversations with tools in the same way.
-        self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
+        if "tool_use" in templates:
+            self._tool_use = Template(tokenizer, templates["tool_use"])
         self._train_on_prompt = train_on_prompt
         self._ends = tuple(ends)
         self.findings = Findings()
@@ -85,7 +89,9 @@ class ChatRenderer:
 
         Raises BadRow, also if the answers cannot be located.
         """
-        template = self._tool_use if chat.tools else self._default
+        template = self._default
+        if chat.tools:
+            template = self._tool_use
         chat = template.with_expected_arguments(chat)
         whole, marks = template.render(chat, len(chat.messages))
         # A template may leave out a system message or documents without an error.
@@ -98,10 +104,13 @@ class ChatRenderer:
             return [_segments(whole, marks)]
         trained = [i for i in range(len(chat.messages)) if chat.trains(i)]
         parts = [_find_message(template, chat, i) for i in trained]
-        spans = [
-            _within((start, len(text)), own_marks if chat.num_prompt is None else None)
-            for start, text, own_marks in parts
-        ]
+        spans: list[Spans] = []
+        for start, text, own_marks in parts:
+            # A completion is trained as a whole, so marks of the template do not narrow it.
+            if own_marks is None or chat.num_prompt is not None:
+                spans.append([(start, len(text))])
+            else:
+                spans.append(_within(start, len(text), own_marks))
         # Each rendering continues the one before, so one document has all answers at the places found.
         if all(whole.startswith(text) for _, text, _ in parts):
             # A turn with another trained message right behind it has no marker to add.
@@ -120,8 +129,11 @@ class ChatRenderer:
         if not behind or text[start:end].rstrip().endswith(self._ends):
             return end
         marker = next((each for each in self._ends if behind.startswith(each)), None)
-        self.findings.num_open += marker is None
-        return end if marker is None else len(text) - len(behind) + len(marker)
+        if marker is None:
+            self.findings.num_open += 1
+            return end
+        # The blanks before the marker belong to the turn, too.
+        return len(text) - len(behind) + len(marker)
 
 
 class Template:
@@ -129,7 +141,9 @@ class Template:
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
-        self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
+        self._text = text
+        if "strftime_now" in text:
+            self._text = _FIXED_CLOCK + text
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         # A probe renders a conversation, so each key and each shape of a part is tried once.
         self._key_is_written: dict[str, bool] = {}
@@ -154,12 +168,14 @@ class Template:
 
         Raises BadRow for a key that the template does not write.
         """
-        used_keys = {"tools": "'tools'"} if chat.tools else {}
+        used_keys = dict[str, str]()
+        if chat.tools:
+            used_keys["tools"] = "'tools'"
         for number, message in enumerate(chat.messages, 1):
             used_keys |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
             if message["role"] == _DEVELOPER:
                 used_keys[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
-            for part in message["content"] if isinstance(message["content"], list) else ():
+            for part in parts_of(message["content"]):
                 self._check_part(message["role"], part, f"{chat.where}, message {number}")
         for key, key_name in used_keys.items():
             if not self._writes(key):
@@ -194,8 +210,11 @@ class Template:
         # Parts that differ in texts alone are written alike. A template may ask for any other value, as for a flag.
         shape = role, repr(probe)
         if shape not in self._parts_written:
-            turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": role, "content": [probe]}]
-            rendered = self._try_out(turns[1:] if role == "user" else turns)
+            turns: list[dict[str, Any]] = [{"role": role, "content": [probe]}]
+            # Many templates refuse a conversation that does not begin with a user, or has two users in a row.
+            if role != "user":
+                turns.insert(0, {"role": "user", "content": "q"})
+            rendered = self._try_out(turns)
             dropped = [key for key, probe in probes.items() if rendered is not None and probe not in rendered]
             is_list = rendered is not None and "'type': " in rendered
             self._parts_written[shape] = [".".join(key) for key in dropped] or ["type"] * (is_list or not texts)
@@ -227,20 +246,30 @@ class Template:
 
         Arguments of such a type stay as they are, because a text parsed and written again may be another text.
         """
-        calls, given = [], message.get("tool_calls") or []
+        given = message.get("tool_calls")
+        if not given:
+            return message
         if not isinstance(given, list):
             raise BadRow(f"{where}: 'tool_calls' must be a list, it is {type(given).__name__}.")
-        for call in given:
-            function = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(function, dict):
-                raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
-            own_function = dict(function)
-            if "arguments" in own_function:
-                arguments, types = own_function["arguments"], self._written_types
-                as_text = dict not in types or (isinstance(arguments, str) and str in types)
-                own_function["arguments"] = _parse_arguments(arguments, as_text, where)
-            calls.append({**call, "function": own_function} if "function" in call else own_function)
-        return {**message, "tool_calls": calls} if calls else message
+        return {**message, "tool_calls": [self._with_argument_type(call, where) for call in given]}
+
+    def _with_argument_type(self, call: Any, where: str) -> dict[str, Any]:
+        """Return a tool call with arguments of a written type. Raises BadRow.
+
+        A call is an object with a `function`, or the function itself.
+        """
+        if not isinstance(call, dict) or not isinstance(call.get("function", call), dict):
+            raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
+        if "function" in call:
+            return {**call, "function": self._function_with_argument_type(call["function"], where)}
+        return self._function_with_argument_type(call, where)
+
+    def _function_with_argument_type(self, function: dict[str, Any], where: str) -> dict[str, Any]:
+        if "arguments" not in function:
+            return function
+        arguments, types = function["arguments"], self._written_types
+        as_text = dict not in types or (isinstance(arguments, str) and str in types)
+        return {**function, "arguments": _parse_arguments(arguments, as_text, where)}
 
     def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
         """Return the rendered text, or None after a template error."""
@@ -272,8 +301,9 @@ def _dropped(chat: Chat, whole: str) -> Iterator[str]:
     """Yield what the rendered text lacks: a system message, or all documents for the template. Any spaces are equal."""
     written = _without_spaces(whole)
     for number, message in enumerate(chat.messages, 1):
-        content = message["content"] if message["role"] == "system" else ""
-        parts = content if isinstance(content, list) else [{"text": content}]
+        if message["role"] != "system":
+            continue
+        parts = parts_of(message["content"])
         if not all(_without_spaces(str(part.get("text") or "")) in written for part in parts):
             yield f"the system message (message {number}) of {chat.where}"
     texts = [text for _, text in _texts_of(chat.options.get("documents"))]
@@ -292,7 +322,10 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
     text, marks = template.render(chat, index + 1)
     is_answer = chat.messages[index]["role"] == "assistant"
     if index == 0:
-        return _start_of_first_answer(template, chat, text) if is_answer else 0, text, marks
+        start = 0
+        if is_answer:
+            start = _start_of_first_answer(template, chat, text)
+        return start, text, marks
     # An answer begins behind the generation prompt: a model never writes the role marker itself.
     prompt, _ = template.render(chat, index, add_generation_prompt=is_answer)
     if text.startswith(prompt):
@@ -307,16 +340,16 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
             )
         # The common part of the generation prompt, for example the role marker, belongs to the prompt.
         return max(len(before), common_prefix_length(prompt, text)), text, marks
-    raise BadRow(
-        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, "
-        f"{'an answer' if is_answer else 'a message with a mark'}, when this message is added, so the tokens of the "
-        "message cannot be found. "
-        + (
+    kind, fix = "a message with a mark", "Leave the mark out."
+    if is_answer:
+        kind = "an answer"
+        fix = (
             "Set data.train_on_prompt=true to train on all tokens, or use a tokenizer with {% generation %} marks in "
             "the template."
-            if is_answer
-            else "Leave the mark out."
         )
+    raise BadRow(
+        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, {kind}, when this "
+        f"message is added, so the tokens of the message cannot be found. {fix}"
     )
 
 
@@ -327,11 +360,16 @@ def _start_of_first_answer(template: Template, chat: Chat, text: str) -> int:
     a question, where a generation prompt is possible.
     """
     answer = chat.messages[0]
-    question = "q" if isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
+    question: Any = "q"
+    # In the form of the answer: a template for pictures expects parts in each message.
+    if not isinstance(answer["content"], str):
+        question = parts_of(question)
     asked = replace(chat, messages=[{"role": "user", "content": question}, answer])
     start, behind_question, _ = _find_message(template, asked, 1)
-    length = len(behind_question) - start
-    return len(text) - length if text.endswith(behind_question[start:]) else 0
+    # A template may write a first answer in another way. Then no part of the text is known to be a prompt.
+    if not text.endswith(behind_question[start:]):
+        return 0
+    return len(text) - (len(behind_question) - start)
 
 
 def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:
@@ -345,10 +383,9 @@ def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:
     return [(start, len(text)) for start, text, _ in parts]
 
 
-def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
-    """Return the marked parts within a range, or the range itself without marks."""
-    start, end = span
-    return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
+def _within(start: int, end: int, marks: Spans) -> Spans:
+    """Return the marked parts within a range."""
+    return [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
 
 
 def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
@@ -397,10 +434,16 @@ def _with_texts(value: Any, texts: Mapping[tuple[str, ...], str], path: tuple[st
 
 def _parse_arguments(arguments: Any, as_text: bool, where: str) -> Any:
     """Return tool call arguments as JSON text or as an object. Raises BadRow."""
+    is_text = isinstance(arguments, str)
+    if as_text and is_text:
+        return arguments
     if as_text:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return json.dumps(arguments, ensure_ascii=False)
+    parsed = arguments
     try:
-        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        # A call without arguments may have an empty text.
+        if is_text:
+            parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise BadRow(
             f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {json_reason(error)}."

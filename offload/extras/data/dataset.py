@@ -95,7 +95,7 @@ class Dataset:
     @property
     def quotas(self) -> Sequence[int]:
         """Rows per epoch from each training source."""
-        return self.train.quotas if isinstance(self.train, Mixture) else (self.train.num_rows,)
+        return self.train.quotas
 
     @property
     def group(self) -> int:
@@ -105,8 +105,11 @@ class Dataset:
     @property
     def evals(self) -> dict[str, RowSet]:
         """All eval row sets by name. The held-out rows have the empty name."""
-        held_out: dict[str, RowSet] = {"": self.eval} if self.eval.num_rows else {}
-        return held_out | {each.name: each.train for each in self.eval_sources}
+        row_sets: dict[str, RowSet] = {each.name: each.train for each in self.eval_sources}
+        # First: the first set decides about the best step.
+        if self.eval.num_rows:
+            return {"": self.eval, **row_sets}
+        return row_sets
 
     @property
     def eval_sizes(self) -> dict[str, int]:
@@ -145,7 +148,9 @@ class Dataset:
     @property
     def rows_description(self) -> str:
         """Row counts and row layout, in words."""
-        group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
+        group, rows = self.group, "rows"
+        if group > 1:
+            rows = "pairs of rows"
         return (
             f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
             f"{self.num_eval_rows // group:,} to evaluate; {self.layout_description}"
@@ -160,7 +165,9 @@ class Dataset:
             return "packed, so that a row may begin and end within a document and its documents see each other"
         if self.group > 1:
             return "a row for the chosen answer, and one for the rejected one"
-        return f"a document a row{', those of a batch of about one length' if self.by_length else ''}"
+        if self.by_length:
+            return "a document a row, those of a batch of about one length"
+        return "a document a row"
 
     def describe(self, objective: Objective) -> Iterator[str]:
         """Yield lines about a run: notes, sources, rows."""
@@ -181,7 +188,10 @@ class Dataset:
 
     def files(self) -> dict[str, bytes]:
         """Return the tokenizer or processor files, by name."""
-        return as_files(self.tokenizer if self.pictures is None else self.pictures.processor)
+        # A processor saves its tokenizer, too.
+        if self.pictures is not None:
+            return as_files(self.pictures.processor)
+        return as_files(self.tokenizer)
 
     def num_steps(self, epochs: float) -> int:
         """Return the batch count for `epochs` passes over the training rows.
@@ -209,7 +219,7 @@ class Dataset:
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the index in `sources` for each training row, int64 [n]."""
-        return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
+        return self.train.owners(rows)
 
     def num_tokens(self, step: int) -> int:
         """Return the token count in the batch for `step` (from 0), over all ranks, without padding."""
@@ -228,11 +238,12 @@ class Dataset:
         `name`: one of `evals`; None: the first. The last batch may be smaller. A rank with an empty share gets a row
         without targets (labels -100), so all ranks have equally many batches.
         """
-        name = next(iter(self.evals), "") if name is None else name
+        if name is None:
+            name = next(iter(self.evals), "")
         row_set = self.evals.get(name, self.eval)
         # Every rank goes through all batches: a rank with an earlier end would leave the others in an exchange.
         num_batches = -(-row_set.num_rows // batch_size)
-        for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
+        for index in range(num_batches)[:max_batches]:
             begin = index * batch_size
             rows = row_set.at(begin, min(batch_size, row_set.num_rows - begin), _EVAL_SEED)
             yield self._read(f"eval {name}", rows, rank, world_size)
@@ -295,7 +306,10 @@ class Dataset:
         width, limit = self.batching.width(lengths, rows.sequence_length), self.rope_limit
         if limit is None or self.is_isolated:  # positions of isolated documents do not depend on the width
             return width
-        return rows.sequence_length if rows.longest > limit else min(width, limit)
+        # Of all rows, also those of other batches: any of them may be a neighbour in another order.
+        if rows.longest > limit:
+            return rows.sequence_length
+        return min(width, limit)
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
         """Return the UTF-8 bytes of text under the targets in the first `num_rows` eval rows, in `eval_batches` order.
@@ -325,9 +339,10 @@ class Dataset:
         current, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
         for key, section in keys.items():
             if state.get(key) != current[key]:
-                hint = (
-                    " (isolated: --data.packing_isolated true)" if "isolated" in (current[key], state.get(key)) else ""
-                )
+                hint = ""
+                # Two settings decide about this one state.
+                if "isolated" in (current[key], state.get(key)):
+                    hint = " (isolated: --data.packing_isolated true)"
                 raise ConfigError(
                     f"{section}.{key} is {current[key]} and was {state.get(key)} when the run began{hint}: batches "
                     "would differ. Set it back, or begin a new run in another run.dir."
@@ -424,11 +439,11 @@ def build_dataset(
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     trained, evaluated = laid_out[: len(training)], laid_out[len(training) :]
     parts = [each.train for each in trained]
-    held_out = [each.eval for each in trained]
+    # An empty set keeps the layout, for a data set without held-out rows.
+    held_out = [each.eval for each in trained if each.eval.num_rows] or [trained[0].eval]
     return Dataset(
         _mix(parts, [each.weight for each in sources], stopping_strategy),
-        # An empty set keeps the layout, for a data set without held-out rows.
-        Mixture.of([rows for rows in held_out if rows.num_rows] or held_out[:1]),
+        Mixture.of(held_out, [rows.num_rows for rows in held_out]),
         loaded,
         batch_size * parts[0].group,
         seed,
@@ -451,7 +466,9 @@ def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
     has_picture = np.asarray([bool(each.pictures) for each in rows.picture_documents(indices) or ()], bool)
     if has_picture.any() and not has_picture[own_slice].any():
         return indices[has_picture][:1]
-    return indices[:0] if own_slice.stop > own_slice.start else indices[: rows.group]
+    if own_slice.stop > own_slice.start:
+        return indices[:0]
+    return indices[: rows.group]
 
 
 def _check_disjoint(training: Sequence[RowSource], evaluation: Sequence[RowSource]) -> None:
@@ -483,8 +500,10 @@ def _check_pairs(sources: Sequence[RowSource], *, pairs: bool) -> None:
     """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
     other = next((each for each in sources if (each.formats == {"preference"}) != pairs), None)
     if other is not None:
-        formats, method = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
-        fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
+        formats = ", ".join(sorted(other.formats))
+        method, fix = "is sft", "set --train.method dpo, orpo or reward"
+        if pairs:
+            method, fix = "is not sft", "name rows of prompt, chosen, rejected"
         raise ConfigError(f"{other} has the format {formats}, and train.method {method}: {fix}.")
 
 
@@ -529,7 +548,10 @@ def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> E
         is_answer[0] = False  # the first token has no context
         first = int(is_answer.argmax())
         behind = ~is_answer[first:]
-        num_tokens = int(behind.argmax()) if behind.any() else len(behind)
+        num_tokens = len(behind)
+        # The answer may be followed by the next turn.
+        if behind.any():
+            num_tokens = int(behind.argmax())
         if is_answer.any() and first <= MOST_PROMPT_TOKENS:
             return Excerpt(ids[begin : begin + first], ids[begin + first : begin + first + num_tokens])
     for begin, end in documents:

@@ -27,7 +27,10 @@ def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dic
     question wording, so the same Python version gives the same chats.
     """
     parts = PurePosixPath(file_name).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    # A package is the name of its folder.
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    module = ".".join(parts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old modules
         tree = ast.parse(source)
@@ -46,8 +49,11 @@ def _documented_definitions(
         if not isinstance(node, _Definition):
             continue
         is_class = isinstance(node, ast.ClassDef)
+        label = function_label
+        if is_class:
+            label = "class"
         if ast.get_docstring(node):
-            yield node, prefix + node.name, "class" if is_class else function_label
+            yield node, prefix + node.name, label
         # Functions inside of functions are left out: nobody can ask for them by name.
         if is_class:
             yield from _documented_definitions(node.body, f"{prefix}{node.name}.", "method")

@@ -9,10 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
+from typing import TypeVar
 
 from offload.errors import ConfigError, counted
 from offload.extras.data.storage import PACKINGS, Place, decompressed_name
 from offload.files.pointers import FIRST_BYTES, pointer_error
+
+FilePath = TypeVar("FilePath", bound=PurePath)
 
 CONTAINERS = {
     "json": frozenset({".jsonl", ".json", ".ndjson"}),
@@ -73,6 +76,14 @@ _UNPACK = (
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
 _NUM_NAMED = 3
+
+
+def list_first(names: Sequence[str], most: int, more: str = ", ...") -> str:
+    """Return the first names in one text. `more`: a text for further ones, with {} for their number."""
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += more.format(len(names) - most)
+    return listed
 
 
 def suffix_of(path: PurePath) -> str:
@@ -169,8 +180,10 @@ def check_one_type(source: str, paths: Sequence[PurePath], *, is_folder: bool, s
         # A README often lies beside data, so the example names rows before texts.
         most = max(files_by_type, key=lambda file_type: (file_type != "text", len(files_by_type[file_type])))
         suffix = Counter(path.suffix for path in files_by_type[most]).most_common(1)[0][0]
-        relation = "is a folder with" if is_folder else "matches"
-        base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
+        relation, base = "matches", "FOLDER"
+        # Inside a folder, a glob can be written out. Of another glob, the folder is not known.
+        if is_folder:
+            relation, base = "is a folder with", source.rstrip("/") + "/**"
         raise ConfigError(
             f"{setting}={source!r} {relation} files of several kinds: {listed}. Only one kind can be read: select "
             f"files by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the "
@@ -183,22 +196,24 @@ def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str
     counts = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
     if not counts:
         return None
-    listed = [f"{number} {suffix}" for suffix, number in counts.most_common(_NUM_NAMED)]
-    more = ", ..." if len(counts) > _NUM_NAMED else ""
+    listed = list_first([f"{number} {suffix}" for suffix, number in counts.most_common()], _NUM_NAMED)
+    verb = "are"
+    if counts.total() == 1:
+        verb = "is"
     return (
-        f"{counted(counts.total(), 'file')} of {source} {'is' if counts.total() == 1 else 'are'} not read, because of "
-        f"the ending: {', '.join(listed)}{more}. A glob reads any ending."
+        f"{counted(counts.total(), 'file')} of {source} {verb} not read, because of the ending: {listed}. A glob reads "
+        "any ending."
     )
 
 
 def select_split(
-    source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source"
-) -> list[PurePath]:
+    source: str, paths: Sequence[FilePath], split: str | None, setting: str = "data.source"
+) -> list[FilePath]:
     """Return the files in one split, by file or folder names.
 
     Without `split`: all files, unless there are several splits. Raises ConfigError.
     """
-    splits: dict[str, list[PurePath]] = {}
+    splits: dict[str, list[FilePath]] = {}
     for path in paths:
         # A split stands in the file name (train-00000-of-00002.parquet) or in the folder (train/0.parquet).
         names = {
@@ -257,5 +272,4 @@ def _type_by_first_bytes(start: bytes) -> str | None:
 
 def _describe_files(file_type: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
-    listed = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({listed})"
+    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({list_first(names, _NUM_NAMED)})"

@@ -41,8 +41,9 @@ class Findings:
     @property
     def no_answers(self) -> str:
         """The reason why conversations have no trained message, in words. Empty without such conversations."""
-        roles = ", ".join(sorted(self.roles))
-        return f"No message has the role assistant (roles: {roles})" if roles else ""
+        if not self.roles:
+            return ""
+        return f"No message has the role assistant (roles: {', '.join(sorted(self.roles))})"
 
     def handle(self, bad: BadRow) -> None:
         """Count a bad row, or raise it."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from offload.errors import ConfigError, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
+from offload.extras.data.file_types import list_first
 from offload.extras.data.packing import IGNORE
 from offload.extras.data.pictures import PictureMatcher, has_picture
 from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text, common_prefix_length
@@ -32,13 +33,17 @@ from offload.extras.data.row_keys import (
     typed,
     without_marks,
 )
-from offload.extras.data.rows import BadRow, columns_of, json_reason, open_text, read_rows
+from offload.extras.data.rows import ROWS_AS_TEXT, BadRow, columns_of, json_reason, open_text, read_rows
 from offload.extras.data.sources import STDLIB_CHAT, SourceFile
+from offload.extras.data.token_file import id_type
 
 _PIECE_CHARS = 1 << 18
 _LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
 _PIECE_TOKENS = 1 << 20
 _LLMC_MAGIC = 20240520
+_LLMC_HEADER_BYTES = 1024
+_KINDS = {"input_ids": "iu", "labels": "iu"}
+"""Kinds of numpy types for lists of numbers that are no masks."""
 
 _USUAL_NAMES = {
     "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
@@ -48,6 +53,8 @@ _USUAL_NAMES = {
 }
 """Usual column names for texts in other data sets."""
 _NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
+_WHOLE_FORMATS = {"ids": "tokens", "text": "text"}
+"""The format of each container without rows."""
 _NUM_NAMED = 8  # columns in a note
 _NUM_FIRST = 10  # rows searched for a readable one
 _SHAREGPT_ROLES = {
@@ -74,7 +81,7 @@ def detect_format(file: SourceFile) -> str:
     if file.is_whole:
         if file.format != "auto":
             return file.format
-        return "tokens" if file.container == "ids" else "text"
+        return _WHOLE_FORMATS[file.container]
     names = columns_of(file)
     if file.format != "auto":
         if names is not None:
@@ -82,7 +89,10 @@ def detect_format(file: SourceFile) -> str:
         return file.format
     if names is None:
         return _detect_by_rows(file)
-    return _detect_by_keys(names, str(file.place), file.columns) if names else "jsonl"
+    # An empty file has no header. Every format reads nothing from it.
+    if not names:
+        return "jsonl"
+    return _detect_by_keys(names, str(file.place), file.columns)
 
 
 def _detect_by_rows(file: SourceFile) -> str:
@@ -133,7 +143,9 @@ def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) ->
             f"{where} has the keys {sorted(names)}, which fit several formats: set --data.format to "
             f"{' or '.join(fitting)}."
         )
-    renamed = f" (with data.columns {dict(columns)})" if columns else ""
+    renamed = ""
+    if columns:
+        renamed = f" (with data.columns {dict(columns)})"
     raise ConfigError(
         f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_describe_formats()} Where a "
         f"column has another name, say which: --data.columns '{_example_renaming(names)}'."
@@ -161,23 +173,31 @@ def _show_columns(columns: Mapping[str, str]) -> str:
 
 def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: Mapping[str, str]) -> str:
     """Return a note about columns without effect, with the setting to read one. `columns`: as `Source.columns`."""
-    listed = ", ".join(map(repr, unread[:_NUM_NAMED]))
-    more = f" and {len(unread) - _NUM_NAMED} more" if len(unread) > _NUM_NAMED else ""
+    listed = list_first([*map(repr, unread)], _NUM_NAMED, " and {} more")
     own = [FORMATS[each] for each in data_formats if each in FORMATS]  # whole files have none
     known = {key for each in own for key in each.known}
-    # A passage left out is the worst case: the answers then refer to nothing.
-    context = _usual_name("input", unread) if known & {"input", "completion"} else None
-    system = _usual_name("system", unread) if "system" in known - {"completion"} else None
-    if context is not None and "completion" in known:
+    # A passage left out is the worst case: the answers then refer to nothing. A completion has no key for it.
+    keys = []
+    if known & {"input", "completion"}:
+        keys.append("input")
+    if "system" in known - {"completion"}:
+        keys.append("system")
+    names = {key: _usual_name(key, unread) for key in keys}
+    key = next((key for key, name in names.items() if name is not None), "")
+    # Alpaca has a key for the passage, and others for the prompt and the completion.
+    if key == "input" and "completion" in known:
         renamed = {"instruction": "prompt", "output": "completion"}
         columns = {key: columns.get(other, other) for key, other in renamed.items()}
-    if context is not None or system is not None:
-        key, name = ("input", context) if context is not None else ("system", system)
-        fix = f"To read {name!r}, set --data.columns '{_show_columns({**columns, key: str(name)})}'."
+    if key:
+        name = str(names[key])
+        fix = f"To read {name!r}, set --data.columns '{_show_columns({**columns, key: name})}'."
     else:
-        keys = dict.fromkeys(key for each in own for key in each.read)
-        fix = f"To read one, map it to a key of the format by --data.columns: {', '.join(keys)}."
-    return f"not read: the {'column' if len(unread) == 1 else 'columns'} {listed}{more}. {fix}"
+        readable = dict.fromkeys(key for each in own for key in each.read)
+        fix = f"To read one, map it to a key of the format by --data.columns: {', '.join(readable)}."
+    label = "columns"
+    if len(unread) == 1:
+        label = "column"
+    return f"not read: the {label} {listed}. {fix}"
 
 
 def _describe_formats() -> str:
@@ -185,7 +205,7 @@ def _describe_formats() -> str:
     return f"The formats and their keys are {known}. See data.format."
 
 
-def read_records(file: SourceFile, vocab_size: int, unread: list[str] | None = None) -> Iterator[Record | BadRow]:
+def read_records(file: SourceFile, vocab_size: int, unread: list[str]) -> Iterator[Record | BadRow]:
     """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
 
     `vocab_size` decides the id width in a .bin file without header. `unread` receives the columns without effect: in a
@@ -199,25 +219,28 @@ def read_records(file: SourceFile, vocab_size: int, unread: list[str] | None = N
         for line, messages in docstring_chats("".join(piece.text for piece in _read_text(file)), file.name):
             yield Chat(f"{file.place}:{line}", messages)
     else:
-        yield from _read_rows(file, FORMATS[file.format], [] if unread is None else unread)
+        yield from _read_rows(file, FORMATS[file.format], unread)
 
 
 def _read_rows(file: SourceFile, data_format: Format, unread: list[str]) -> Iterator[Record | BadRow]:
-    folder = None if file.place.path is None else file.place.path.parent
+    folder = file.place.path and file.place.path.parent
     for where, content in read_rows(file, _columns_to_read(file, data_format, unread)):
         row = content
         if isinstance(row, dict):
             row = _rename(row, file.columns)
             others = (key for key in row if key not in data_format.known and key not in unread)
             unread += [key for key in others if not is_empty(row[key])]
-        yield row if isinstance(row, BadRow) else data_format.record(row, where, folder)
+        if not isinstance(row, BadRow):
+            row = data_format.record(row, where, folder)
+        yield row
 
 
 def _columns_to_read(file: SourceFile, data_format: Format, unread: list[str]) -> list[str] | None:
     """Return the table columns that the format reads. None: not a table. `unread` receives the others."""
-    names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
-    if names is None:
+    # Rows of texts are read as a whole: a reader cannot skip a column.
+    if file.container in ROWS_AS_TEXT:
         return None
+    names = columns_of(file) or []
     data_format.check_columns(names, file)
     columns = [column for key in data_format.known if (column := file.columns.get(key, key)) in names]
     unread += sorted(set(names).difference(columns, unread))
@@ -328,8 +351,10 @@ class Format:
                 f"{where} lacks {_quote_names(missing)} for data.format={self.name}; "
                 f"it has {_quote_names(sorted(value)) or 'nothing'}."
             )
+        attended = value
         # Padding may have any position, often 0 or 1 again, and would look like further documents.
-        attended = _without_padding(value) if "input_ids" in self.keys else value
+        if "input_ids" in self.keys:
+            attended = _without_padding(value)
         for key in self.refused:
             if key.name in attended and not key.says_nothing(attended[key.name]):
                 raise BadRow(f"{where} has {key.name!r}, and data.format={self.name} does not read it; {key.fix}.")
@@ -386,8 +411,13 @@ def _tools_and_options(row: Row) -> tuple[list[Any] | None, dict[str, Any]]:
         parallel = typed(parallel)
         if isinstance(parallel, str | list | dict):
             raise BadRow(f"{where}: 'parallel_tool_calls' is {parallel!r:.40}; it should be true or false.")
-        parallel = None if parallel is None else bool(parallel)
-    return tools, options if parallel is None else {"parallel_tool_calls": parallel, **options}
+        # A word or a number in a table of texts. Other values go to the template as they are.
+        if parallel is not None:
+            parallel = bool(parallel)
+    if parallel is None:
+        return tools, options
+    # A variable of the row itself comes last, and so wins.
+    return tools, {"parallel_tool_calls": parallel, **options}
 
 
 def _parse_alpaca(row: Row) -> Chat:
@@ -397,8 +427,10 @@ def _parse_alpaca(row: Row) -> Chat:
     history = _parse_json(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
-    extra = _string(record["input"], "input", where) if record.get("input") else ""
-    question = _string(record["instruction"], "instruction", where) + (f"\n\n{extra}" if extra else "")
+    extra = ""
+    if record.get("input"):
+        extra = "\n\n" + _string(record["input"], "input", where)
+    question = _string(record["instruction"], "instruction", where) + extra
     turns = [
         _message(role, _string(text, key, where))
         for pair in (*history, (question, record["output"]))
@@ -434,7 +466,9 @@ def _parse_preference(row: Row) -> Preference:
         for key in ("prompt", "messages", "chosen", "rejected")
     }
     system, answers = _system(row), [parsed["chosen"], parsed["rejected"]]
-    prompt = parsed["messages"] if parsed["prompt"] is None else parsed["prompt"]
+    prompt = parsed["prompt"]
+    if prompt is None:
+        prompt = parsed["messages"]
     if answers[0] == answers[1]:
         raise BadRow(f"{where}: 'chosen' and 'rejected' are the same, so neither is preferred.")
     for key in ("chosen", "rejected"):
@@ -446,12 +480,14 @@ def _parse_preference(row: Row) -> Preference:
     prompt, answers = _said_once(prompt, answers)
     is_rendered = bool(system) or any(_tools_and_options(row))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
+        num_prompt = 0
         # Without a prompt: the common beginning of both answers is the prompt, as in TRL.
-        num_prompt = 0 if prompt is not None else _shared_length(answers)
-        prompt = answers[0][:num_prompt] if prompt is None else prompt
+        if prompt is None:
+            num_prompt = _shared_length(answers)
+            prompt = answers[0][:num_prompt]
         return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
-    prompt_turns = [_message("user", prompt)] if isinstance(prompt, str) else prompt or []
-    turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
+    prompt_turns = _as_turns(prompt, "user")
+    turns = [_as_turns(each, "assistant") for each in answers]
     joined = [
         _join(prompt_turns, each, f"{where}, {key!r}") for key, each in zip(("chosen", "rejected"), turns, strict=True)
     ]
@@ -515,13 +551,17 @@ def _is_answer(turns: Any) -> bool:
 
 def _unless_said(system: list[Any], turns: list[Any]) -> list[Any]:
     """Return the system message, or nothing if the turns begin with it."""
-    return [] if system and turns and _content_of(turns[0]) == _content_of(system[0]) else system
+    if system and turns and _content_of(turns[0]) == _content_of(system[0]):
+        return []
+    return system
 
 
 def _content_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return role, text and calls for a comparison, without blanks around the text."""
     content = message["content"]
-    return message["role"], content.strip() if isinstance(content, str) else content, message.get("tool_calls")
+    if isinstance(content, str):
+        content = content.strip()
+    return message["role"], content, message.get("tool_calls")
 
 
 def _parse_text_or_messages(value: Any, where: str) -> Any:
@@ -529,20 +569,37 @@ def _parse_text_or_messages(value: Any, where: str) -> Any:
     value = _stored_messages(value)
     if value is None or isinstance(value, str):
         return value
-    turns = [value] if isinstance(value, dict) else value
-    if not isinstance(turns, list) or not turns:
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
         raise BadRow(f"{where} must be a text or a list of at least one message (data.format=preference).")
-    return [
-        (_parse_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _check_message)(turn, f"{where}, {i}")
-        for i, turn in enumerate(turns, 1)
-    ]
+    return [_parse_text_turn(turn, f"{where}, {i}") for i, turn in enumerate(value, 1)]
+
+
+def _parse_text_turn(turn: Any, where: str) -> dict[str, Any]:
+    """Return a message of either form. Raises BadRow, also for a picture."""
+    matcher = PictureMatcher(None, None, where)
+    if _has(turn, "from"):
+        return _parse_sharegpt_turn(turn, where, matcher)
+    message = _check_message(turn, where, matcher)
+    # A list is left of parts that are no texts alone. Parts of other types are for the chat template.
+    if isinstance(message["content"], list) and has_picture(message["content"]):
+        raise BadRow(f"{where} {_NO_PICTURES}")
+    return message
 
 
 def _stored_messages(value: Any) -> Any:
     """Return the messages in a JSON list (string tables). Any other value is unchanged: an answer may be JSON too."""
-    turns = typed(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
-    is_messages = isinstance(turns, list) and turns and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns)
-    return turns if is_messages else value
+    if not _is_list_as_text(value):
+        return value
+    turns = typed(value)
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):
+        return turns
+    return value
+
+
+def _is_list_as_text(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _is_turn(turn: Mapping[str, Any]) -> bool:
@@ -568,7 +625,9 @@ def _parse_json(value: Any, where: str) -> Any:
 
 def _parse_list(value: Any, where: str) -> Any:
     """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
-    return _parse_json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
+    if _is_list_as_text(value):
+        return _parse_json(value, where)
+    return value or None
 
 
 def _without_padding(record: dict[str, Any]) -> dict[str, Any]:
@@ -599,51 +658,55 @@ def _parse_ids(row: Row) -> Ids:
             f"{where} has labels that are neither {IGNORE} nor the input id in the same place: labels are unshifted."
         )
     masks = [mask != 0 for key, mask in arrays.items() if key != "input_ids"]
-    trained = np.logical_and.reduce([labels != IGNORE, *masks])[attended] if masks or "labels" in record else None
+    trained = None
+    # Without labels and masks all tokens are trained, and no mask is stored.
+    if masks or "labels" in record:
+        trained = np.logical_and.reduce([labels != IGNORE, *masks])[attended]
     return Ids(where, ids[attended], closes=True, stream=False, trained=trained)
 
 
 def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
     value = _parse_json(value, where)
+    if value == []:
+        return np.zeros(0, np.int64)  # numpy would take it for float64
     try:
-        array = np.asarray(value if value != [] else np.zeros(0, np.int64))  # an empty list would be float64
+        array = np.asarray(value)
     except (ValueError, OverflowError):
         array = np.zeros(0)
-    kinds = "iu" if key in ("input_ids", "labels") else "iub"
-    if array.ndim != 1 or array.dtype.kind not in kinds:
+    # A mask may also be boolean. As an id or a label, true is a mistake.
+    if array.ndim != 1 or array.dtype.kind not in _KINDS.get(key, "iub"):
         raise BadRow(f"{where}: {key!r} must be a list of whole numbers (data.format=tokens).")
     return array
 
 
-def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
+def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        fix = " Messages with a 'role' need --data.columns '{messages: conversations}'." if _has(turn, "role") else ""
-        raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.{fix}")
+        problem = f"{where} lacks 'from' or 'value' for data.format=sharegpt."
+        if _has(turn, "role"):
+            problem += " Messages with a 'role' need --data.columns '{messages: conversations}'."
+        raise BadRow(problem)
     if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT_ROLES:
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
-    value = _string(turn["value"], "value", where)
+    content = matcher.parts(_string(turn["value"], "value", where), where)
+    # Other keys stay: a template may read them, as it reads those of messages.
     more = {key: each for key, each in turn.items() if key not in ("from", "value")}
-    return {
-        **more,
-        **_message(_SHAREGPT_ROLES[turn["from"]], value if matcher is None else matcher.parts(value, where)),
-    }
+    return {**more, **_message(_SHAREGPT_ROLES[turn["from"]], content)}
 
 
-def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
+def _check_message(turn: Any, where: str, matcher: PictureMatcher) -> dict[str, Any]:
     """Return a message with string content (text parts are joined), or with a list of parts if pictures are present.
 
-    The pictures go to `matcher`; without `matcher` a picture raises BadRow.
+    The pictures go to `matcher`.
     """
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        fix = " Turns with 'from' need --data.columns '{conversations: messages}'." if _has(turn, "from") else ""
-        raise BadRow(f"{where} lacks a 'role' for data.format=messages.{fix}")
-    content = turn.get("content")
-    content = (matcher or PictureMatcher(None, None, where)).parts(content, where)
+        problem = f"{where} lacks a 'role' for data.format=messages."
+        if _has(turn, "from"):
+            problem += " Turns with 'from' need --data.columns '{conversations: messages}'."
+        raise BadRow(problem)
+    content = matcher.parts(turn.get("content"), where)
     if isinstance(content, list):
-        if matcher is None and has_picture(content):
-            raise BadRow(f"{where} {_NO_PICTURES}")
         return {**turn, "content": content}
     if content is None and any(turn.get(key) for key in TEMPLATE_KEYS):
         content = ""
@@ -656,18 +719,30 @@ def _has(turn: Any, key: str) -> bool:
     return isinstance(turn, dict) and key in turn
 
 
+def _as_turns(value: Any, role: str) -> list[Any]:
+    """Return messages as they are, a text as one message of this role, and nothing for None."""
+    if isinstance(value, str):
+        return [_message(role, value)]
+    return value or []
+
+
 def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 def _system(row: Row) -> list[dict[str, Any]]:
     system = row.values.get("system")
-    return [_message("system", _string(system, "system", row.where))] if system else []
+    # An empty text is no message: a template would write its markers around it.
+    if not system:
+        return []
+    return [_message("system", _string(system, "system", row.where))]
 
 
 def _string(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
-        found = "null" if value is None else type(value).__name__
+        found = type(value).__name__
+        if value is None:
+            found = "null"  # the word of JSON, not of Python
         raise BadRow(f"{where}: {key!r} must be a string, it is {found}.")
     return value
 
@@ -719,11 +794,12 @@ def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
                 "or [documents, tokens]."
             )
         return tokens
-    header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
-    is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 header values; version 1 holds uint16 ids
+    offset = 0
+    # llm.c: 256 int32 header values. Version 1 holds uint16 ids.
+    if file.num_bytes >= _LLMC_HEADER_BYTES and np.fromfile(path, "<i4", 1)[0] == _LLMC_MAGIC:
+        offset = _LLMC_HEADER_BYTES
     # A .bin file has no dtype: nanoGPT and others write 2 bytes where the vocabulary fits.
-    wide = vocab_size > 65536
-    offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
+    dtype = np.dtype(id_type(vocab_size)).newbyteorder("<")
     if (file.num_bytes - offset) % dtype.itemsize:
         raise ConfigError(
             f"{file.place} has {file.num_bytes} bytes, not a whole number of {dtype.name} ids (data.format=tokens)."

@@ -40,14 +40,12 @@ class Mixture:
     """Rows per epoch from each part."""
 
     @classmethod
-    def of(cls, parts: Sequence[Rows], quotas: Sequence[int] | None = None) -> RowSet:
-        """Return the parts as one row set; a single part is returned unchanged.
-
-        `quotas` None: each row once per epoch.
-        """
+    def of(cls, parts: Sequence[Rows], quotas: Sequence[int]) -> RowSet:
+        """Return the parts as one row set; a single part is returned unchanged."""
+        # Rows of one part have an order of their own: a run with one source never depends on this class.
         if len(parts) == 1:
             return parts[0]
-        return cls(tuple(parts), tuple(part.num_rows for part in parts) if quotas is None else tuple(quotas))
+        return cls(tuple(parts), tuple(quotas))
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +107,10 @@ class Mixture:
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         positions = self._each(rows, lambda part, part_rows: part.positions(part_rows))
-        return None if positions is None else np.asarray(positions, np.int64).reshape(-1, self.sequence_length)
+        if positions is None:
+            return None
+        # A batch without rows has no first row to take the width from.
+        return np.asarray(positions, np.int64).reshape(-1, self.sequence_length)
 
     def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
         return self._each(rows, lambda part, part_rows: part.picture_documents(part_rows))

@@ -39,17 +39,19 @@ _GROUP_TOKENS = 1 << 22
 def total_bytes(parts: Iterable[int | None]) -> int | None:
     """Return the sum. None if any part is None (not known)."""
     known = list(parts)
-    return None if None in known else sum(each or 0 for each in known)
+    if None in known:
+        return None
+    return sum(each or 0 for each in known)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [sequence_length] over a store, in one layout.
+    """Rows [sequence_length] over a token file, in one layout.
 
     Row indices and counts are int64 [n]. `kept` int64 [num_rows]: remaining layout rows. None: all.
     """
 
-    store: TokenFile
+    token_file: TokenFile
     sequence_length: int
     packing: Layout
     pad_id: int
@@ -64,35 +66,41 @@ class Rows:
     """Skipped documents with pictures, longer than a row."""
     kept: np.ndarray | None = None
     pieces: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """Isolated rows: start and end of each piece in the store, int64 [pieces], and the first piece of each row, int64
+    """Isolated rows: start and end of each piece in the file, int64 [pieces], and the first piece of each row, int64
     [rows + 1]. Pieces in one row are adjacent.
     """
     first: int = 0
     """For a part: first row in the whole layout."""
 
     @classmethod
-    def over(cls, store: TokenFile, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
-        """Lay out all rows in `store` and count the targets."""
-        rows = cls(store, sequence_length, layout, pad_id, group)
-        num_rows = -(-store.num_tokens // sequence_length) if layout is True else store.num_documents
+    def over(cls, token_file: TokenFile, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
+        """Lay out all rows of a token file and count the targets."""
+        rows = cls(token_file, sequence_length, layout, pad_id, group)
+        num_rows = token_file.num_documents
+        # A stream knows no documents. The last row may be short.
+        if layout is True:
+            num_rows = -(-token_file.num_tokens // sequence_length)
         kept = []
         num_targets = num_too_long = 0
         begin = 0
-        # In blocks: counts for all rows of a mapped store at once could take more memory than the tokens.
+        # In blocks: counts for all rows of a mapped file at once could take more memory than the tokens.
         while begin < num_rows:
             end = rows._group_end(begin, num_rows)
             targets = rows._count_targets(np.arange(begin, end))
             # A pair with one empty answer has nothing to compare.
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
-            if store.has_pictures:
-                is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
+            if token_file.has_pictures:
+                is_too_long = np.diff(token_file.documents[begin : end + 1]) > sequence_length
                 num_too_long += int(is_too_long.sum())
                 targets[is_too_long] = 0
             kept.append(begin + np.flatnonzero(targets))
             num_targets += int(targets.sum())
             begin = end
         num_kept = sum(map(len, kept))
-        indices = None if num_kept == num_rows else np.concatenate(kept)
+        indices = None
+        # The usual case needs no array of the size of the data.
+        if num_kept != num_rows:
+            indices = np.concatenate(kept)
         rows = replace(
             rows,
             num_rows=num_kept,
@@ -101,20 +109,22 @@ class Rows:
             kept=indices,
             num_too_long=num_too_long,
         )
-        return rows._isolated() if layout == "isolated" else rows
+        if layout == "isolated":
+            return rows._isolated()
+        return rows
 
     def _isolated(self) -> Rows:
         """Return rows with several pieces each, from rows with one document each."""
-        documents = self.store.documents
+        documents = self.token_file.documents
         length = self.sequence_length
         num_targets = self.num_targets
-        if self.store.trained is None:
+        if self.token_file.trained is None:
             starts, ends = _pieces(documents, length)
             has_context = ends - starts > 1  # a single token has no context
             starts, ends = starts[has_context], ends[has_context]
             num_targets = int((ends - starts - 1).sum())
         else:
-            kept = np.arange(self.num_rows) if self.kept is None else self.kept
+            kept = self._in_layout(np.arange(self.num_rows))
             starts = documents[kept]
             ends = np.minimum(documents[kept + 1], starts + length)
         rows = best_fit(ends - starts, length)
@@ -132,21 +142,29 @@ class Rows:
     @property
     def longest(self) -> int:
         """Tokens in the longest sequence with positions of its own: a document, or a row of a stream."""
-        lengths = [self.store.num_tokens] if self.packing is True else np.diff(self.store.documents)
-        return min(int(np.max(lengths, initial=0)), self.sequence_length)
+        longest = self.token_file.num_tokens
+        # In a stream, documents see each other, so a row has one sequence.
+        if self.packing is not True:
+            longest = int(np.max(np.diff(self.token_file.documents), initial=0))
+        return min(longest, self.sequence_length)
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """Rows per epoch from each part, as in a `Mixture`: all rows are one part."""
+        return (self.num_rows,)
 
     @property
     def identity(self) -> str:
         """A text equal only for the same tokens and the same row range."""
-        return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
+        return f"{self.token_file.content_hash}/{self.first}+{self.num_rows}"
 
     @property
     def num_truncated_tokens(self) -> int:
-        """Tokens cut off beyond the row end, in the whole store. Isolated rows cut off only documents with a prompt."""
-        cuts = not self.packing or (self.packing == "isolated" and self.store.trained is not None)
-        if not cuts or not self.num_rows or self.store.has_pictures:
+        """Tokens cut off beyond the row end, in the whole file. Isolated rows cut off only documents with a prompt."""
+        cuts = not self.packing or (self.packing == "isolated" and self.token_file.trained is not None)
+        if not cuts or not self.num_rows or self.token_file.has_pictures:
             return 0
-        lengths = np.diff(self.store.documents)
+        lengths = np.diff(self.token_file.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
 
     def part(self, begin: int, end: int) -> Rows:
@@ -166,20 +184,22 @@ class Rows:
         """Return input ids and labels, both int64 [n, sequence_length]."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
-        store = self.store
+        token_file = self.token_file
         for row, at, start, end, fresh in zip(*self._spans(rows), strict=True):
             place = row, slice(at, at + end - start)
-            ids[place] = store.tokens[start:end]
+            ids[place] = token_file.tokens[start:end]
             # Tokens before `fresh` were targets of the row before, and are context here.
-            labels[place][fresh - start :] = store.tokens[fresh:end]
-            if store.trained is not None:
-                labels[place][~store.trained[start:end]] = IGNORE
+            labels[place][fresh - start :] = token_file.tokens[fresh:end]
+            if token_file.trained is not None:
+                labels[place][~token_file.trained[start:end]] = IGNORE
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
         """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
         spans = zip(*self._spans(rows), strict=True)
-        return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for _, _, start, end, fresh in spans)
+        return total_bytes(
+            self.token_file.trained_bytes(max(start + 1, fresh), end) for _, _, start, end, fresh in spans
+        )
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return token positions within the document or the padding, int64 [n, sequence_length].
@@ -199,28 +219,32 @@ class Rows:
 
     def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
         """Return the rendered text and pictures of each row. None: no pictures."""
-        if not self.store.has_pictures:
+        if not self.token_file.has_pictures:
             return None
-        rows = self.first + rows
-        return [self.store.picture_document(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
+        # Rows with pictures are documents, so a row of the layout is the number of its document.
+        return [self.token_file.picture_document(int(row)) for row in self._in_layout(self.first + rows)]
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return the part index of each row, int64 [n], as in a `Mixture`: all rows are one part."""
+        return np.zeros(len(rows), np.int64)
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
         starts: list[list[np.ndarray]] = [[] for _ in rows]
         for row, at, start, end, _ in zip(*self._spans(rows), strict=True):
             # A piece of an isolated row is within one document; a packed row may hold many borders.
-            first, last = np.searchsorted(self.store.documents, [start + 1, end])
-            starts[row].append(np.concatenate([[at], at - start + np.unique(self.store.documents[first:last])]))
+            first, last = np.searchsorted(self.token_file.documents, [start + 1, end])
+            starts[row].append(np.concatenate([[at], at - start + np.unique(self.token_file.documents[first:last])]))
         return [np.concatenate(each) for each in starts]
 
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the token ranges of rows in order, five arrays int64 [ranges].
 
-        The index in `rows`, the place within the row, start and end in the store, and the first possible target.
+        The index in `rows`, the place within the row, start and end in the file, and the first possible target.
         """
         rows = self.first + rows
         if self.pieces is None:
-            start, end, fresh = self._layout_spans(rows if self.kept is None else self.kept[rows])
+            start, end, fresh = self._layout_spans(self._in_layout(rows))
             return np.arange(len(rows)), np.zeros_like(start), start, end, fresh
         starts, ends, borders = self.pieces
         counts = borders[rows + 1] - borders[rows]
@@ -231,15 +255,21 @@ class Rows:
         at -= np.repeat(at[np.cumsum(counts) - counts], counts)
         return row, at, start, end, start + 1  # the first token of a document has no context
 
+    def _in_layout(self, rows: np.ndarray) -> np.ndarray:
+        """Return the layout row for each of the remaining rows, int64 [n]."""
+        if self.kept is None:
+            return rows
+        return self.kept[rows]
+
     def _layout_spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (row start, row end, first trained token) in the store, int64 [n] each."""
-        length, num_tokens = self.sequence_length, self.store.num_tokens
+        """Return (row start, row end, first trained token) in the file, int64 [n] each."""
+        length, num_tokens = self.sequence_length, self.token_file.num_tokens
         if self.packing is True:
             fresh = rows * length
             # The last row begins earlier to be full.
             start = np.minimum(fresh, max(num_tokens - length, 0))
             return start, np.minimum(start + length, num_tokens), fresh
-        start, end = self.store.documents[rows], self.store.documents[rows + 1]
+        start, end = self.token_file.documents[rows], self.token_file.documents[rows + 1]
         return start, np.minimum(end, start + length), start
 
     def _count_targets(self, rows: np.ndarray) -> np.ndarray:
@@ -247,17 +277,17 @@ class Rows:
         start, end, fresh = self._layout_spans(rows)
         # The first token of a row has no context, and is no target.
         first = np.minimum(np.maximum(start + 1, fresh), end)
-        if self.store.trained is None:
+        if self.token_file.trained is None:
             return np.asarray(end - first)
         begin = int(start.min())
-        before = np.concatenate([[0], np.cumsum(self.store.trained[begin : int(end.max())], dtype=np.int64)])
+        before = np.concatenate([[0], np.cumsum(self.token_file.trained[begin : int(end.max())], dtype=np.int64)])
         return np.asarray(before[end - begin] - before[first - begin])
 
     def _group_end(self, begin: int, num_rows: int) -> int:
         """Return the end of a row block from `begin` with about _GROUP_TOKENS tokens."""
         if self.packing is True:
             return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
-        documents = self.store.documents
+        documents = self.token_file.documents
         end = int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1
         # A block ends between groups, and has at least one, however long its documents are.
         return max(end - (end - begin) % self.group, begin + self.group)
@@ -307,4 +337,4 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     np.minimum.at(first, rows, np.arange(len(lengths)))
     rank = np.empty(num_rows, np.int64)
     rank[np.argsort(first)] = np.arange(num_rows)
-    return rank[rows] if num_rows else rows
+    return rank[rows]

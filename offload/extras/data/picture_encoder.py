@@ -15,11 +15,11 @@ import numpy as np
 
 from offload.errors import ConfigError, MissingLibraryError, counted, describe, shorten
 from offload.extras.data.chat import ChatRenderer, Segments
-from offload.extras.data.pictures import Picture, PictureDocument, decode_picture, hash_picture
+from offload.extras.data.pictures import Picture, PictureDocument, decode_picture, hash_picture, parts_of
 from offload.extras.data.records import Chat
 from offload.extras.data.rows import BadRow
 from offload.extras.data.text_encoder import EncodedDocument, EncodeRequest, TextEncoder, training_mask
-from offload.extras.data.tokenizer import folder_of
+from offload.extras.data.tokenizer import place_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,8 @@ def load_processor(path: str | None) -> Any:
     needs = "the data have pictures, so a processor in the model's folder must turn them into tensors; "
     if path is None:
         raise ConfigError(f"{needs}set --model.path to a folder with config.json, tokenizer and processor.")
-    folder = folder_of(path)
     try:
-        processor: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+        processor: Any = AutoProcessor.from_pretrained(place_of(path), local_files_only=True)
     except ImportError as error:
         raise MissingLibraryError(
             f"{needs}the processor of {path} cannot be loaded: {shorten(describe(error))}"
@@ -205,7 +204,9 @@ def run_processor(processor: Any, texts: list[str], images: list[list[Any]], **o
     bos = processor.tokenizer.bos_token
     if bos is not None and texts[0].startswith(bos):
         options["add_special_tokens"] = False
-    given = images if any(images) else None  # a processor refuses lists without a picture
+    given = None  # a processor refuses lists without a picture
+    if any(images):
+        given = images
     return processor(text=texts, images=given, **options)
 
 
@@ -222,8 +223,7 @@ def _read_again(picture: Picture) -> Any:
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with a list of parts, the form that templates for picture models expect."""
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+    return {**message, "content": parts_of(message["content"])}
 
 
 def _with_widths(segments: Segments, placeholder: str, widths: Sequence[int]) -> Segments:
@@ -231,6 +231,8 @@ def _with_widths(segments: Segments, placeholder: str, widths: Sequence[int]) ->
     remaining, with_blanks = iter(widths), Segments()
     for text, trained in segments:
         for number, piece in enumerate(text.split(placeholder)):
-            with_blanks += [(" " * next(remaining), False)] if number else []
+            # A placeholder stands before each piece but the first.
+            if number:
+                with_blanks.append((" " * next(remaining), False))
             with_blanks.append((piece, trained))
     return with_blanks

@@ -89,8 +89,11 @@ class PictureMatcher:
         None: the messages name the pictures. `folder`: base for relative paths, or None. `where`: row name for errors.
         """
         self._has_column = column is not None
-        given = [] if column is None else column
-        self._column = deque(given if isinstance(given, list) else [given])  # not yet in a message
+        given = column or []
+        # A row with one picture may have it without a list.
+        if not isinstance(given, list):
+            given = [given]
+        self._column = deque(given)  # not yet in a message
         self._num_pictures = len(self._column)
         self._folder = folder
         self._where = where
@@ -150,7 +153,9 @@ class PictureMatcher:
         """Return the picture for a path, or for bytes with a path as in `datasets`. Raises BadRow."""
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
             return Picture(str(value.get("path") or f"picture {len(self.pictures) + 1}"), None, value["bytes"])
-        path = value.get("path") if isinstance(value, dict) else value
+        path = value
+        if isinstance(value, dict):
+            path = value.get("path")
         if not isinstance(path, str) or not path:
             raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")
         # A data: URI, as in rows for the API of OpenAI.
@@ -170,12 +175,21 @@ class PictureMatcher:
             place = Path(path).expanduser()
         except RuntimeError as error:  # ~NAME for a user without a home
             raise BadRow(f"{where}: the picture {path:.80} has no place: {error}") from error
-        if not place.is_absolute() and self._folder is None:
+        if self._folder is not None:
+            return Picture(path, (self._folder / place).absolute())
+        if not place.is_absolute():
             raise BadRow(
                 f"{where}: the picture {path} has a relative path, but the row comes from no file: give an absolute "
                 "path."
             )
-        return Picture(path, place if self._folder is None else (self._folder / place).absolute())
+        return Picture(path, place)
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """Return a content as a list of parts, the form that templates for picture models expect."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content)
 
 
 def has_picture(content: list[dict[str, Any]]) -> bool:

@@ -83,7 +83,10 @@ class Chat(Record):
     def untrained_roles(self) -> set[str]:
         roles = {message["role"] for message in self.messages}
         trains = any(self.trains(index) for index in range(len(self.messages)))
-        return set() if trains or "assistant" in roles else roles
+        # A row may untrain its answers on purpose. Only other names for the role are a likely mistake.
+        if trains or "assistant" in roles:
+            return set()
+        return roles
 
 
 @dataclass(frozen=True)

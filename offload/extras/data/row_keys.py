@@ -298,7 +298,9 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
     # A row may have marks of several libraries. They must agree.
     if len(set(map(bool, marks.values()))) > 1:
         raise BadRow(f"{where} has marks for trained and for not trained at the same time: {marks}.")
-    return bool(next(iter(marks.values()))) if marks else None
+    if not marks:
+        return None
+    return bool(next(iter(marks.values())))
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:

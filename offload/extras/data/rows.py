@@ -31,6 +31,14 @@ _CUT_CHARS = 16
 """A cut name or escape in JSON, such as -Infinit, is reported at most this far before the end of the text."""
 _SIGN = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")  # before an element of a JSON array, and after the last
 _UNDECODED = re.compile("[\udc80-\udcff]")
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+ROWS_AS_TEXT = frozenset({"json", *_DELIMITERS})
+"""Containers with a text for each row. The others have typed columns."""
+_TABLES = {
+    "parquet": ("pyarrow.parquet", "parquet file"),
+    "arrow": ("pyarrow", "Arrow file (IPC, as a file or a stream)"),
+}
+"""Module and name of each container of columns."""
 _EXPECTED = "One record a line is expected, or one array of records."
 
 
@@ -85,22 +93,27 @@ def columns_of(file: SourceFile) -> list[str] | None:
     """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
     if file.container == "json":
         return None
-    if file.container in ("csv", "tsv"):
+    if file.container in _DELIMITERS:
         with _open_csv(file) as (names, _):
             return names
     if isinstance(file.place, DataSet):
         return list(file.place.rows.column_names)
     table = _open_table(file)
-    return list((table.schema_arrow if file.container == "parquet" else table.schema).names)
+    # The other schema of a parquet file lists each value within a column.
+    if file.container == "parquet":
+        return list(table.schema_arrow.names)
+    return list(table.schema.names)
 
 
 def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows in a file in order. `columns`: table columns to read; None: all. Raises ConfigError."""
     if file.container == "json":
         return _json_rows(file)
-    if file.container in ("csv", "tsv"):
+    if file.container in _DELIMITERS:
         return _csv_rows(file)
-    return _table_rows(file, list(columns_of(file) or ()) if columns is None else list(columns))
+    if columns is None:
+        columns = columns_of(file) or ()
+    return _table_rows(file, list(columns))
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -183,9 +196,10 @@ def _json_array(file: SourceFile) -> Iterator[Row]:
                 # A number may continue: 1 | e-5. Three more characters tell.
                 if end + 2 < len(buffer) or not refill():
                     break
-            is_long = end - at > _MAX_ROW_BYTES
+            if end - at > _MAX_ROW_BYTES:
+                value = BadRow(too_long)
             at = end
-            yield where, BadRow(too_long) if is_long else value
+            yield where, value
         if at < len(buffer):
             raise ConfigError(f"{file.place} is not valid JSON: there is more text after the array. {_EXPECTED}")
 
@@ -200,9 +214,8 @@ def _open_csv(file: SourceFile) -> Iterator[tuple[list[str], Any]]:
     # Invalid UTF-8 becomes lone surrogates, so the error can name the row.
     options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, **options) as text:
-        delimiter = "\t" if file.container == "tsv" else ","
         # strict: `"a"b` is an error, not the text ab.
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = csv.reader(text, delimiter=_DELIMITERS[file.container], strict=True)
         try:
             names: list[str] = next((fields for fields in reader if fields), [])
         except csv.Error as error:
@@ -226,11 +239,12 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
             except csv.Error as error:
                 reason = str(error)
                 if "unexpected end" in reason or "field limit" in reason:
-                    longer = f"has a field of more than {_MAX_ROW_BYTES:,} characters; perhaps it "
+                    longer = ""
+                    if "limit" in reason:
+                        longer = f"has a field of more than {_MAX_ROW_BYTES:,} characters; perhaps it "
                     raise ConfigError(
-                        f"{where} {longer if 'limit' in reason else ''}opens a quote that never closes, so the rest of "
-                        'the file would be one field: double the quotes inside of a field ("" for "), or take the '
-                        "quote."
+                        f"{where} {longer}opens a quote that never closes, so the rest of the file would be one field: "
+                        'double the quotes inside of a field ("" for "), or take the quote.'
                     ) from error
                 yield where, BadRow(f"{where} is not a valid row of a {file.container} file: {reason}.")
                 continue
@@ -253,8 +267,8 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
 def _open_table(file: SourceFile) -> Any:
     """Return a pyarrow.parquet.ParquetFile, or an Arrow reader (IPC, as a file or a stream)."""
     place = file.place
-    title = {"parquet": "parquet file", "arrow": "Arrow file (IPC, as a file or a stream)"}[file.container]
-    arrow = library("pyarrow.parquet" if file.container == "parquet" else "pyarrow", f"{place}, a {title},")
+    module, title = _TABLES[file.container]
+    arrow = library(module, f"{place}, a {title},")
     try:
         if file.container == "parquet":
             # Options for little memory: 18 MiB in place of 2 GiB for one row group of 766 MiB (docs/lab-log.md).
@@ -264,11 +278,17 @@ def _open_table(file: SourceFile) -> Any:
                 buffer_size=1 << 20,
                 page_checksum_verification=True,
             )
-        source = arrow.memory_map(str(place)) if place.path else arrow.PythonFile(place.open())
+        # Mapped, a file takes no memory of the process. Behind a URL there is nothing to map.
+        if place.path:
+            source = arrow.memory_map(str(place))
+        else:
+            source = arrow.PythonFile(place.open())
         # Both forms have the ending .arrow; `datasets` writes streams.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
-        return (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(source)
+        if is_file:
+            return arrow.ipc.open_file(source)
+        return arrow.ipc.open_stream(source)
     except Exception as error:  # pyarrow raises OSError, ValueError and others
         raise ConfigError(f"{place} is not a readable {title}, or is truncated: {error}.") from error
 
@@ -282,8 +302,10 @@ def _table_parts(file: SourceFile, names: list[str]) -> Iterator[tuple[str, Iter
         return
     table = _open_table(file)
     if file.container == "arrow":
-        is_stream = not hasattr(table, "get_batch")
-        batches = table if is_stream else map(table.get_batch, range(table.num_record_batches))
+        batches = table
+        # A stream is read in order alone. A file gives each batch by number.
+        if hasattr(table, "get_batch"):
+            batches = map(table.get_batch, range(table.num_record_batches))
         yield "the table", (batch.select(names) for batch in batches)
         return
     for index in range(table.num_row_groups):
@@ -328,13 +350,17 @@ def json_columns(schema: Any) -> Any:
 
 
 def _json_places(arrow_type: Any, feature: Any) -> Any:
-    feature = feature if isinstance(feature, dict) else {}
+    # The note may lack a column, and has a list in place of an object for some types.
+    if not isinstance(feature, dict):
+        feature = {}
     is_json = getattr(arrow_type, "extension_name", "") == "arrow.json" or feature.get("_type") == "Json"
     if is_json:
         return feature.get("decode", True)
     if hasattr(arrow_type, "value_field"):  # lists of any kind, and maps
         place = _json_places(arrow_type.value_type, feature.get("feature"))
-        return [place] if place else None
+        if not place:
+            return None
+        return [place]
     if not getattr(arrow_type, "num_fields", 0):
         return None
     found = {field.name: _json_places(field.type, feature.get(field.name)) for field in arrow_type.fields}
@@ -364,7 +390,8 @@ def without_nulls(value: Any, in_json: Any = None) -> Any:
         places = in_json or {}
         return {key: without_nulls(each, places.get(key)) for key, each in value.items() if each is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list) and in_json is not True:
-        return [without_nulls(each, in_json[0] if in_json else None) for each in value]
+        (place,) = in_json or (None,)
+        return [without_nulls(each, place) for each in value]
     return value
 
 

@@ -29,14 +29,17 @@ from offload.extras.data.file_types import (
     check_split,
     container_of,
     is_saved_data_set,
+    list_first,
     select_split,
     skipped_note,
     suffix_of,
 )
-from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files
+from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files, with_split
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
+_BUILTIN = {STDLIB: ("text", "text"), STDLIB_CHAT: ("messages", STDLIB_CHAT)}
+"""Accepted `data.format` and the format of the files."""
 
 # Tests and tables carry little information per byte. The last three do not belong to the standard library.
 _STDLIB_LEFT_OUT = frozenset(
@@ -74,8 +77,7 @@ class Source:
     """Configuration key for this source, for errors."""
 
     def __str__(self) -> str:
-        names = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
-        return f"{names}[{self.split}]" if self.split else names
+        return with_split(list_first(self.paths, _MOST_NAMED), self.split)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class SourceFile:
         return self.container in ("text", "ids")
 
 
-def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFile]:
+def find_files(source: Source, notes: list[str]) -> list[SourceFile]:
     """Return the files of a source, sorted within each path.
 
     A file listed twice (by another path or a link) is read once. Folders are searched recursively without hidden names;
@@ -114,7 +116,6 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
         raise ConfigError(
             f"{source.setting}={list(source.paths)!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob."
         )
-    notes = [] if notes is None else notes
     by_mark, named_again = dict[Mark, SourceFile](), list[str]()
     files: list[SourceFile] = []
     for path in source.paths:
@@ -127,15 +128,16 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
             by_mark |= dict.fromkeys(file.place.marks, file)
             files.append(file)
     if named_again:
-        more = f", and {len(named_again) - _MOST_NAMED} more" if len(named_again) > _MOST_NAMED else ""
-        listed = ", ".join(named_again[:_MOST_NAMED])
-        notes.append(f"{source.setting} {source} names some files twice; each is read once: {listed}{more}.")
+        listed = list_first(named_again, _MOST_NAMED, ", and {} more")
+        notes.append(f"{source.setting} {source} names some files twice; each is read once: {listed}.")
     return files
 
 
 def both_names(file: SourceFile, same: SourceFile) -> str:
     """Return the file name, and the other name in `same` if different."""
-    return f"{file.place}" if str(file.place) == str(same.place) else f"{file.place} (the file {same.place})"
+    if str(file.place) == str(same.place):
+        return str(file.place)
+    return f"{file.place} (the file {same.place})"
 
 
 def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
@@ -206,10 +208,9 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
     if note := skipped_note(path, inside, suffixes_read):
         notes.append(note)
     # A named format reads all files, so splits then need the setting `split`.
-    chosen = (
-        select_split(path, paths, source.split, source.setting) if source.format == "auto" or source.split else paths
-    )
-    return [_file(LocalFile(Path(p)), p.relative_to(folder).as_posix(), source) for p in chosen]
+    if source.format == "auto" or source.split:
+        paths = select_split(path, paths, source.split, source.setting)
+    return [_file(LocalFile(p), p.relative_to(folder).as_posix(), source) for p in paths]
 
 
 def _find_remote(url: str, source: Source) -> list[SourceFile]:
@@ -226,13 +227,13 @@ def _find_remote(url: str, source: Source) -> list[SourceFile]:
 
 
 def _find_builtin(path: str, source: Source) -> list[SourceFile]:
-    accepted = {STDLIB: ("auto", "text"), STDLIB_CHAT: ("auto", "messages")}
-    if path not in accepted:
+    if path not in _BUILTIN:
         raise ConfigError(
-            f"{source.setting}={path!r} is unknown{nearest(path, accepted)}; built in are {', '.join(accepted)}."
+            f"{source.setting}={path!r} is unknown{nearest(path, _BUILTIN)}; built in are {', '.join(_BUILTIN)}."
         )
-    if source.format not in accepted[path]:
-        raise ConfigError(f"data.format={source.format} cannot read {path}; use {' or '.join(accepted[path])}.")
+    accepted, resolved = _BUILTIN[path]
+    if source.format not in ("auto", accepted):
+        raise ConfigError(f"data.format={source.format} cannot read {path}; use auto or {accepted}.")
     root = Path(sysconfig.get_paths()["stdlib"])
     # _sysconfigdata holds the build options of this machine, not code.
     paths = [p for p in _walk(root, _STDLIB_LEFT_OUT) if p.suffix.lower() == ".py" and "_sysconfigdata" not in p.name]
@@ -242,7 +243,6 @@ def _find_builtin(path: str, source: Source) -> list[SourceFile]:
             f"{source.setting}={path}: this Python installation has no .py sources under {root}. Set data.source to "
             "your own files."
         )
-    resolved = "text" if path == STDLIB else STDLIB_CHAT
     return [
         SourceFile(LocalFile(p), p.relative_to(root).as_posix(), resolved, p.stat().st_size, setting=source.setting)
         for p in paths
@@ -296,7 +296,9 @@ def _file(place: Place, name: str, source: Source) -> SourceFile:
 
 
 def _data_set_file(data_set: DataSet, name: str, source: Source) -> SourceFile:
-    data_format = "jsonl" if source.format == "text" else source.format
+    data_format = source.format
+    if data_format == "text":
+        data_format = "jsonl"  # rows with a text
     return SourceFile(data_set, name, data_format, data_set.num_bytes, "data set", source.columns, source.setting)
 
 
@@ -323,7 +325,10 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
         if chosen_bytes + file.num_bytes <= wanted:
             chosen.add(file.name)
             chosen_bytes += file.num_bytes
-    return frozenset(chosen) if 2 * chosen_bytes >= wanted > 0 else frozenset()
+    # Far below the wanted bytes, an eval loss would say little.
+    if not 2 * chosen_bytes >= wanted > 0:
+        return frozenset()
+    return frozenset(chosen)
 
 
 def hash_files(files: Sequence[SourceFile]) -> str:
@@ -335,6 +340,12 @@ def hash_files(files: Sequence[SourceFile]) -> str:
     field_values = [
         [(each.name, getattr(file, each.name)) for each in fields(file) if each.name not in LEFT_OUT] for file in files
     ]
+    return hash_text(repr((field_values, [_identify(file.place, whole) for file in files])))
+
+
+def _identify(place: Place, whole: bool) -> str:
+    """Return a hash of the contents if they are to be read as a whole, else a text that changes with them."""
     # Remote files have no local path: the server's size, time and ETag stand for them.
-    contents = [hash_paths(file.place.files) if whole and file.place.files else file.place.stamp for file in files]
-    return hash_text(repr((field_values, contents)))
+    if whole and place.files:
+        return hash_paths(place.files)
+    return place.stamp

@@ -106,7 +106,9 @@ class RemoteFile:
     def marks(self) -> frozenset[Mark]:
         protocol, _, path = self.url.partition("://")
         # Another source may name the file of a file:// URL by path.
-        return LocalFile(Path(path)).marks if protocol in ("file", "local") else frozenset({self.url})
+        if protocol in ("file", "local"):
+            return LocalFile(Path(path)).marks
+        return frozenset({self.url})
 
     @property
     def stamp(self) -> str:
@@ -152,7 +154,16 @@ Place = LocalFile | RemoteFile | DataSet
 
 def decompressed_name(path: PurePath) -> PurePath:
     """Return the file name after decompression: a.jsonl for a.jsonl.gz."""
-    return path.with_suffix("") if path.suffix.lower() in PACKINGS else path
+    if path.suffix.lower() in PACKINGS:
+        return path.with_suffix("")
+    return path
+
+
+def with_split(where: str, split: str | None) -> str:
+    """Return the name of data with the split in brackets, such as `rows[train]`. Without a split: the name."""
+    if not split:
+        return where
+    return f"{where}[{split}]"
 
 
 @contextmanager
@@ -173,7 +184,10 @@ def open_decompressed(place: Place) -> Iterator[io.BufferedReader]:
             ) from error
         if is_zst:
             raise ConfigError(f"{place} is a damaged or truncated .zst file: {error}. Compress it again.") from error
-        reason = errno_text(error.errno) if error.errno else str(error)
+        reason = str(error)
+        # pyarrow's text is all there is. The text of the system repeats the path, which begins the message.
+        if error.errno:
+            reason = errno_text(error.errno)
         raise ConfigError(f"{place} cannot be read: {reason}.") from error
 
 
@@ -254,11 +268,13 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
             f"{setting}: {folder} was written by save_to_disk, but cannot be loaded: {describe(error)}. Save it again."
         ) from error
     rows, split_name = _split_of(loaded, split, str(folder), setting)
+    inside = folder
     # Only the files of this split: a change of another one does not prepare the data anew.
-    inside = folder / split_name if isinstance(loaded, dict) else folder
+    if isinstance(loaded, dict):
+        inside = folder / split_name
     files = [LocalFile(path) for path in sorted(inside.rglob("*")) if path.is_file()]
     stamp, num_bytes = "\0".join(file.stamp for file in files), sum(file.num_bytes for file in files)
-    return DataSet(_format_name(str(folder), split_name), num_bytes, tuple(file.path for file in files), stamp, rows)
+    return DataSet(with_split(str(folder), split_name), num_bytes, tuple(file.path for file in files), stamp, rows)
 
 
 def from_hub(path: str, name: str | None, revision: str | None, split: str | None, setting: str) -> DataSet:
@@ -267,7 +283,9 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
     Raises ConfigError and MissingLibraryError.
     """
     datasets = library("datasets", f"{setting}={path!r}, which is no file here, as the name of a data set on the hub,")
-    label = f"{setting}={path!r}" + (f" at revision {revision!r}" if revision else "")
+    label = f"{setting}={path!r}"
+    if revision:
+        label += f" at revision {revision!r}"
     try:
         if not os.environ.get("HF_HUB_OFFLINE"):
             hub = library("huggingface_hub", label)
@@ -282,7 +300,7 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
     rows, split_name = _split_of(loaded, split, path, setting)
     num_bytes = int(rows.data.nbytes)
     return DataSet(
-        _format_name(path, split_name),
+        with_split(path, split_name),
         num_bytes,
         (),
         f"{path} {name} {revision} {split_name} {rows._fingerprint}",
@@ -304,13 +322,11 @@ def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple
     if split is None and len(splits) == 1:
         split = splits[0]
     if split is None or split not in loaded:
-        problem = f"has no split {split!r}" if split is not None else "has several splits, and none is named"
+        problem = "has several splits, and none is named"
+        if split is not None:
+            problem = f"has no split {split!r}"
         raise ConfigError(
             f"{setting}: {where} {problem}; it has {', '.join(splits)}. Name one, as data.sources: "
             f"[{{path: {where}, split: {splits[0]}}}]."
         )
     return loaded[split], split
-
-
-def _format_name(where: str, split: str) -> str:
-    return f"{where}[{split}]" if split else where

@@ -41,7 +41,8 @@ class TokenizedText(NamedTuple):
         """
         ids, trained, num_bytes = self
         if trained is not None:
-            first, last = trained.all(), trained[-1] if len(trained) else False
+            # A document without a token has no last one.
+            first, last = trained.all(), trained[-1:].any()
             trained = np.concatenate([np.full(len(before), first), trained, np.full(len(after), last)])
         if num_bytes is not None:
             num_bytes = np.pad(num_bytes, (len(before), len(after)))
@@ -131,7 +132,9 @@ def in_batches(records: Iterable[tuple[bool, Record]], scope: ByteCountScope) ->
 
 def encode_ids(record: Ids, in_eval: bool, train_on_prompt: bool) -> EncodedDocument:
     """Return the document or piece of ready-made token ids."""
-    trained = None if train_on_prompt else record.trained
+    trained = record.trained
+    if train_on_prompt:
+        trained = None
     return EncodedDocument(record.where, in_eval, np.asarray(record.ids), trained, record.closes)
 
 
@@ -166,7 +169,11 @@ class TextEncoder:
         drafts = (part for parts in written for part in parts if isinstance(part, _Draft))
         tokenized = self._tokenize_in_batches(drafts)
         for request, parts in zip(batch, prepared, strict=True):
-            documents = parts if isinstance(parts, BadRow) else self._finish_documents(request.record, parts, tokenized)
+            documents: list[EncodedDocument | None] | BadRow
+            if isinstance(parts, BadRow):
+                documents = parts
+            else:
+                documents = self._finish_documents(request.record, parts, tokenized)
             if isinstance(documents, BadRow):
                 encoded.parts.append(documents)
                 continue
@@ -231,7 +238,9 @@ class TextEncoder:
 
     def _close(self, tokens: TokenizedText, draft: _Draft) -> TokenizedText:
         """Append the end tokens of a document. They are trained if the last token is."""
-        closing = list(self._suffix) if draft.is_framed else []
+        closing: list[int] = []
+        if draft.is_framed:
+            closing += self._suffix
         # A template may write a line end after the EOS, and a line end may be several tokens.
         is_ended = draft.text.rstrip().endswith(self._eos_text) and self._eos in tokens.ids
         if self._eos is not None and self._eos not in closing and not is_ended:
@@ -308,13 +317,17 @@ class TextEncoder:
             part = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += part
             mask += [trained] * len(part)
-        return TokenizedText(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
+        if all(mask):
+            return TokenizedText(np.asarray(ids, np.int64), None)
+        return TokenizedText(np.asarray(ids, np.int64), np.asarray(mask, bool))
 
 
 def _describe_text(text: str) -> str:
     """Return a name for a text in an error message: half a surrogate pair with the position, else "the text"."""
     lone = re.search("[\ud800-\udfff]", text)
-    return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
+    if lone is None:
+        return "the text"
+    return f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
 
 
 def find_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -331,11 +344,13 @@ def find_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _tokens(encoding: Any, draft: _Draft) -> TokenizedText:
-    return TokenizedText(
-        np.asarray(encoding.ids, np.int64),
-        training_mask(encoding.offsets, draft.segments) if draft.is_masked else None,
-        _byte_counts(encoding.offsets, draft.text) if draft.request.counts_bytes else None,
-    )
+    trained = num_bytes = None
+    # Both cost time for each token, so a document has only what it needs.
+    if draft.is_masked:
+        trained = training_mask(encoding.offsets, draft.segments)
+    if draft.request.counts_bytes:
+        num_bytes = _byte_counts(encoding.offsets, draft.text)
+    return TokenizedText(np.asarray(encoding.ids, np.int64), trained, num_bytes)
 
 
 def training_mask(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:

@@ -32,6 +32,14 @@ _HASHED = ("tokens", "documents", "trained")
 """Columns in the content hash. Byte counts follow from the tokens; columns of pictures hold paths."""
 
 
+def id_type(vocab_size: int) -> type[np.unsignedinteger[Any]]:
+    """Return the integer type of stored ids."""
+    # Half the bytes wherever the vocabulary permits, as nanoGPT and others have it.
+    if vocab_size <= 65536:
+        return np.uint16
+    return np.uint32
+
+
 class TokenFile:
     """A finished folder, memory-mapped."""
 
@@ -71,7 +79,9 @@ class TokenFile:
         if "bytes" not in self._columns:
             return None
         byte_counts = self._columns["bytes"][begin:end]
-        return int((byte_counts if self.trained is None else byte_counts[self.trained[begin:end]]).sum(dtype=np.int64))
+        if self.trained is not None:
+            byte_counts = byte_counts[self.trained[begin:end]]
+        return int(byte_counts.sum(dtype=np.int64))
 
     def picture_document(self, document: int) -> PictureDocument:
         """Return the text and the pictures for a document."""
@@ -95,8 +105,7 @@ class TokenWriter:
         pictures.
         """
         folder.mkdir()
-        # Half the bytes wherever the vocabulary permits.
-        types: dict[str, type] = {"tokens": np.uint16 if vocab_size <= 65536 else np.uint32, "documents": np.int64}
+        types: dict[str, type] = {"tokens": id_type(vocab_size), "documents": np.int64}
         types["bytes"] = np.uint32  # written until the first text without counts, then dropped
         if masked:
             types["trained"] = np.bool_
@@ -134,9 +143,11 @@ class TokenWriter:
         elif "bytes" in columns:
             columns["bytes"].append(num_bytes)
         if "trained" in columns:
-            mask = np.ones(len(ids), bool) if trained is None else trained
-            columns["trained"].append(mask)
-            self._all_trained &= bool(mask.all())
+            # Another document may have a mask, so the column has an item for each token.
+            if trained is None:
+                trained = np.ones(len(ids), bool)
+            columns["trained"].append(trained)
+            self._all_trained &= bool(trained.all())
         if closes:
             columns["documents"].append(np.asarray([columns["tokens"].num_items]))
 
@@ -147,9 +158,10 @@ class TokenWriter:
             begin = stored.num_items
             if each.data:
                 stored.append(np.frombuffer(each.data, np.uint8))
-            path = None if each.path is None else str(each.path)
-            pictures.append((each.name, each.digest, path, (begin, stored.num_items)))
-        lines.append(np.frombuffer(json.dumps((document.text, pictures)).encode(), np.uint8))
+            pictures.append((each.name, each.digest, each.path, (begin, stored.num_items)))
+        # A path is no JSON value, and becomes a text.
+        line = json.dumps((document.text, pictures), default=str)
+        lines.append(np.frombuffer(line.encode(), np.uint8))
         self._columns["lines"].append(np.asarray([lines.num_items]))
         self._picture_digest.update(repr([document.text, *(each.digest for each in document.pictures)]).encode())
         self._has_one_picture_each &= len(pictures) == 1
@@ -207,7 +219,9 @@ class _Column:
 
 
 def _open(path: Path, num_items: int) -> np.ndarray:
-    mode: Literal["r"] | None = "r" if num_items else None  # an empty array cannot be mapped
+    mode: Literal["r"] | None = "r"
+    if not num_items:
+        mode = None  # an empty array cannot be mapped
     array = np.asarray(np.load(path, mmap_mode=mode))
     if array.shape != (num_items,):
         raise ValueError(f"{path} holds {array.shape} items instead of {num_items}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ def tokenizer_folder(model_path: str | None) -> str | None:
     # A name on the hub: the library knows about the tokenizer.
     if not folder.is_dir():
         return model_path
-    return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return str(folder)
+    return None
 
 
 def as_files(tokenizer: Any) -> dict[str, bytes]:
@@ -77,7 +79,18 @@ def preload_tokenizer(path: str) -> Any:
 def folder_of(path: str) -> Path:
     """Return the folder for a folder, a file in it, or a hub name (a folder that does not exist)."""
     folder = Path(path).expanduser()
-    return folder.parent if folder.is_file() else folder
+    if folder.is_file():
+        return folder.parent
+    return folder
+
+
+def place_of(path: str) -> str:
+    """Return the place that transformers reads from: the folder of `folder_of` if it exists, else the hub name."""
+    folder = folder_of(path)
+    # A file stands for its folder. A hub name is passed as it is: a Path would drop a slash at its end.
+    if folder.is_dir():
+        return str(folder)
+    return path
 
 
 def _folder_key(folder: Path) -> tuple[Any, ...]:
@@ -96,7 +109,7 @@ def load_tokenizer(path: str) -> Any:
     if _preloaded and (preloaded := _preloaded.pop(_folder_key(folder), None)) is not None:
         return preloaded
     try:
-        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(place_of(path), local_files_only=True)
     except Exception as error:  # transformers raises many exception types for a folder without a tokenizer
         # The most frequent cause has a separate error: pointers of git-lfs, never fetched.
         refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
@@ -112,7 +125,11 @@ def end_token_ids(tokenizer: Any, model_ids: int | list[int] | None) -> list[int
 
     A config older than the tokenizer may list ordinary tokens.
     """
-    ids = model_ids if isinstance(model_ids, list) else [model_ids]
+    ids: Sequence[int | None]
+    if isinstance(model_ids, list):
+        ids = model_ids
+    else:
+        ids = (model_ids,)
     # An ordinary token as an end would cut texts in the middle.
     candidates = [tokenizer.eos_token_id, *(each for each in ids if each in tokenizer.added_tokens_decoder)]
     return list(dict.fromkeys(each for each in candidates if each is not None))
@@ -120,17 +137,23 @@ def end_token_ids(tokenizer: Any, model_ids: int | list[int] | None) -> list[int
 
 def end_texts(tokenizer: Any, model_path: str | None) -> tuple[str, ...]:
     """Return the texts of the tokens that end generation with a model: a folder, a file in it, or a hub name."""
+    return tuple(tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer, _model_end_ids(model_path))))
+
+
+def _model_end_ids(model_path: str | None) -> Any:
+    """Return `eos_token_id` of a model: an id, a list, or None."""
     from transformers.utils import cached_file
 
-    model_ids = None
-    for name in ("generation_config.json", "config.json") if model_path is not None else ():
-        folder = folder_of(str(model_path))
-        place = str(folder) if folder.is_dir() else str(model_path)
-        path = cached_file(place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if model_path is None:
+        return None
+    # transformers also reads the ends of generation from the first of these files that there is.
+    for name in ("generation_config.json", "config.json"):
+        path = cached_file(
+            place_of(model_path), name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
         if path is not None:
-            model_ids = json.loads(Path(path).read_bytes()).get("eos_token_id")
-            break
-    return tuple(tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer, model_ids)))
+            return json.loads(Path(path).read_bytes()).get("eos_token_id")
+    return None
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
@@ -163,7 +186,9 @@ def grown_vocabulary(tokenizer: Any, vocab_size: int, is_configured: bool) -> in
     needs = any(
         is_configured or not _is_unused_special(tokenizer, each) or str(added[each]) in template for each in beyond
     )
-    return _num_tokens(tokenizer) if needs else vocab_size
+    if not needs:
+        return vocab_size
+    return _num_tokens(tokenizer)
 
 
 def _ids_beyond(tokenizer: Any, vocab_size: int) -> list[int]:
@@ -240,21 +265,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = [END_OF_TEXT, *ROLE_MARKERS]
-    all_bytes = len(special) + 256 <= vocab_size
-    if not all_bytes:
+    # With all bytes in the vocabulary, also those absent from the sample, any text can be encoded.
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet_size = len(alphabet)
+    unknown = None
+    if len(special) + alphabet_size > vocab_size:
         special.append(UNKNOWN)
+        alphabet = []
+        alphabet_size = vocab_size - len(special)
+        unknown = UNKNOWN
     if vocab_size < len(special) + 2:
         raise ConfigError(
             f"The model's vocabulary has {vocab_size} tokens, too few to train a tokenizer ({len(special)} are "
             "special). Give data.tokenizer a folder with a tokenizer, or choose a model with a larger vocab_size."
         )
-    bpe = Tokenizer(models.BPE() if all_bytes else models.BPE(unk_token=UNKNOWN))
+    bpe = Tokenizer(models.BPE(unk_token=unknown))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    # With all bytes in the vocabulary, also those absent from the sample, any text can be encoded.
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if all_bytes else []
-    alphabet_size = 256 if all_bytes else vocab_size - len(special)
-    unknown = None if all_bytes else UNKNOWN
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
