@@ -19,6 +19,7 @@ from offload.distributed.comm import Comm
 from offload.engine.prepare import EnginePlan, prepare
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.unit_use import FoundUses
 from offload.extras.plan.workload import REPEATED_SHARE, Cost, Workload
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
@@ -266,6 +267,19 @@ def test_documents_one_by_one_take_no_mask_and_the_squares_of_their_lengths(peak
     starts = 4 * ROWS * LENGTH  # int32, on the host: on a CPU the ledger counts it too
     assert waiting_bytes(long) == waiting_bytes(short)
     assert waiting_bytes(short) + starts == peaks["unit inputs"] + peaks.get("kept tensors", 0)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+def test_uses_measured_before_are_those_measured_now(micro_batch_size: int | None) -> None:
+    model = build(llama).to("meta")
+    prepared = prepare(model, Settings(precision="bf16", micro_batch_size=micro_batch_size), Comm())
+    found: FoundUses = {}
+    for rows in (1, 2, 3, 2):
+        batch = BatchSpec("causal", rows, LENGTH)
+        assert measure(model, batch, prepared, {}, found) == measure(model, batch, prepared)
+    num_found = len(found)
+    measure(model, BatchSpec("causal", 3, LENGTH), prepared, {}, found)
+    assert len(found) == num_found
 
 
 def test_a_model_stays_as_it_was() -> None:

@@ -45,6 +45,7 @@ from offload.extras.plan.routed import describe_experts
 from offload.extras.plan.search import PlacementSearch, Simulations, bound_seconds
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep, Timing
+from offload.extras.plan.unit_use import FoundUses
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import Codec
 from offload.layout.residence import DEVICE, DISK, HOST
@@ -263,6 +264,7 @@ class Forecaster:
     """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
+    _uses: dict[Hashable, FoundUses] = field(default_factory=dict)
     _structures: dict[str, Structure | ConfigError] = field(default_factory=dict)
     _simulations: Simulations = field(default_factory=Simulations)
     _searches: dict[Hashable, PlacementSearch] = field(default_factory=dict)
@@ -522,7 +524,10 @@ class Forecaster:
         if key not in self._workloads:
             try:
                 found_tiles = self._tiles.setdefault((settings.precision, settings.matmul), {})
-                found = measure(self._built.model, batch, prepared, found_tiles)
+                # All that a use depends on beside its shapes: the rest of a key is rows, chunks and passes.
+                kind = replace(batch, rows=0), products, settings.device, settings.sequence_tile
+                found_uses = self._uses.setdefault((*kind, tuple(prepared.structure.regions)), {})
+                found = measure(self._built.model, batch, prepared, found_tiles, found_uses)
                 self._workloads[key] = replace(found, num_passes=passes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)

@@ -33,7 +33,7 @@ from offload.extras.large.tiles import Tiles
 from offload.extras.plan.adapted_stacks import adapters_on_shapes
 from offload.extras.plan.op_counter import OpCounter, UnknownValueError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
-from offload.extras.plan.unit_use import ROWS, TiledUses, UnitMeasurement, UnitMeasurements
+from offload.extras.plan.unit_use import ROWS, FoundUses, TiledUses, UnitMeasurement, UnitMeasurements
 from offload.extras.plan.workload import NO_COST, NO_WORK, UnitWork, Workload
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
@@ -104,13 +104,19 @@ class BatchSpec:
 
 
 def measure(
-    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, found_tiles: dict[Hashable, Tiles] | None = None
+    model: nn.Module,
+    batch: BatchSpec,
+    prepared: EnginePlan,
+    found_tiles: dict[Hashable, Tiles] | None = None,
+    found_uses: FoundUses | None = None,
 ) -> Workload:
     """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
 
-    `found_tiles`: tile searches of earlier calls with this model and precision, and the place for new ones. The model
-    belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
+    `found_tiles`: tile searches of earlier calls with this model and precision, and the place for new ones.
+    `found_uses`: the same for uses of units, from calls that differ only in rows and chunks. The model belongs to
+    `prepared` and is restored afterwards. Raises CannotMeasureError.
     """
+    uses: FoundUses = {} if found_uses is None else found_uses
     settings = prepared.settings
     micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
     num_micro_batches = -(-batch.rows // micro_rows)
@@ -119,9 +125,9 @@ def measure(
     model.train()
     try:
         tiles = _find_tiles(model, batch, prepared, {} if found_tiles is None else found_tiles)
-        workload = _run(model, batch, prepared, micro_rows, tiles)
+        workload = _run(model, batch, prepared, micro_rows, tiles, uses)
         if num_micro_batches > 1:  # a second run with one more row separates shared tensors
-            more = _run(model, batch, prepared, micro_rows + 1, tiles)
+            more = _run(model, batch, prepared, micro_rows + 1, tiles, uses)
             workload = replace(
                 workload, calls=tuple(_scale_to_rows(workload.calls, more.calls, micro_rows, batch.rows))
             )
@@ -150,14 +156,16 @@ def _find_tiles(
     if not isinstance(size, int) or batch.length <= size:
         return None
     tiles, few = TiledUses(size, found), replace(batch, length=_FEW_TOKENS, shared_by=1)
-    _WorkloadProbe(prepared, tiles).run(model, ROWS, None, few)
+    _WorkloadProbe(prepared, tiles, {}).run(model, ROWS, None, few)
     tiles.find()
     return tiles
 
 
-def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None) -> Workload:
+def _run(
+    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None, uses: FoundUses
+) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
-    probe = _WorkloadProbe(prepared, tiles)
+    probe = _WorkloadProbe(prepared, tiles, uses)
     with stages_in_memory(model, prepared.settings):
         num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
@@ -190,13 +198,13 @@ class _UseRecord:
 class _WorkloadProbe:
     """Intercepts unit calls and counts compute between units."""
 
-    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None) -> None:
+    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None, uses: FoundUses) -> None:
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
         self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
         self._entries: list[_UseRecord] = []
         self._chunk: list[UnitWork] = []
-        self._uses = UnitMeasurements(self.counter, tiles, prepared.settings)
+        self._uses = UnitMeasurements(self.counter, tiles, prepared.settings, uses)
         self._kept: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._movable: dict[int, _UseRecord] = {}  # storage -> first user, if no other unit shares the input

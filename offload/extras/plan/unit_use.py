@@ -147,26 +147,30 @@ class UnitMeasurement:
     likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
+FoundUses = dict[Hashable, tuple[UnitMeasurement, object]]
+"""Measured uses by signature, with arguments whose addresses may be in the signature: none is taken again."""
+
+
 class UnitMeasurements:
     """Cache of `UnitMeasurement`. A use with a new signature runs once under the `OpCounter`."""
 
-    def __init__(self, counter: OpCounter, tiles: TiledUses | None, settings: Settings) -> None:
-        """Create an empty cache. `tiles`: modules to run over sequence tiles; None: no tiling."""
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None, settings: Settings, found: FoundUses) -> None:
+        """`tiles`: modules to run over sequence tiles; None: no tiling. `found`: the cache, with earlier uses."""
         self._counter, self._tiles = counter, tiles
         self._is_compiled = settings.compile == "always"
         self._keeps_products = self._is_compiled or settings.recompute == PRODUCTS
-        self._measurements: dict[Hashable, UnitMeasurement] = {}
+        self._found = found
 
     def measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
         """Return the `UnitMeasurement` for a unit with these arguments, from the cache or by running the unit."""
         signature = _signature(unit), arguments.structure
         shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in arguments.tensors)
         key = signature, shapes, repr(arguments.others)
-        if key not in self._measurements:
+        if key not in self._found:
             if self._tiles is not None:
                 forward = self._tiles.forward(signature, unit, arguments, forward)
-            self._measurements[key] = self._measure(unit, forward, arguments)
-        return self._measurements[key]
+            self._found[key] = self._measure(unit, forward, arguments), arguments.others
+        return self._found[key][0]
 
     def _measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
         """Run the use forward without a graph, then as recomputation and backward."""
