@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -308,6 +309,19 @@ def test_a_run_with_all_on_the_device_needs_no_rates(monkeypatch: pytest.MonkeyP
     found = run_forecast.forecast_run(where, architecture, 1, machine, said.append)
     assert found.document["fits"]
     assert (said, measured) == ([], [False])
+
+
+def test_a_step_that_surely_takes_too_long_is_not_simulated() -> None:
+    where = config()
+    forecaster = Forecaster(where, 1)
+    assert forecaster.predict(where, GPU, worth_s=1e-9).timing is None
+    found = forecaster.predict(where, GPU)
+    assert found.timing is not None
+    assert forecaster.num_made == 1, "with a time or without"
+    assert Forecaster(where, 1).predict(where, GPU, worth_s=found.timing.step_seconds).timing == found.timing
+    small = GPU.with_(host_bytes=1 << 20)
+    assert forecaster.predict(where, small, worth_s=math.inf).timing is None
+    assert forecaster.predict(where, small).timing is not None
 
 
 def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:
