@@ -108,7 +108,7 @@ def weights_of_sources_ignored(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/data/test_data_chat.py")
 def prompts_of_chats_are_targets(patch: pytest.MonkeyPatch) -> None:
     begin = ChatRenderer.__init__
-    patch.setattr(ChatRenderer, "__init__", lambda self, tokenizer, train_on_prompt: begin(self, tokenizer, True))
+    patch.setattr(ChatRenderer, "__init__", lambda self, tokenizer, _, ends: begin(self, tokenizer, True, ends))
 
 
 @mutation("tests/training/test_objectives.py")
