@@ -23,7 +23,7 @@ from offload.errors import ConfigError
 from tests.cases.models import bert, build, gpt2, llama, t5, tokens
 from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, assert_weights, placed, weights
 from tests.engine.device import set_seed
-from tests.engine.inside import steps_of, updating_device
+from tests.engine.inside import parts_of, updating_device
 from tests.engine.reference import Reference, count_labels, count_shifted
 
 ROWS = 4
@@ -227,7 +227,7 @@ def test_class_weights_stay_in_one_pass(seed: int, settings: dict[str, int], cut
 
     loss, norm = Reference(build(llama), max_grad_norm=None).step(tokens(seed, ROWS), loss_fn)
     with Engine(build(llama), max_grad_norm=None, **settings) as engine:
-        steps_of(engine)._flow.execution_mode.change(cut=cut)
+        parts_of(engine).execution_mode.change(cut=cut)
         said = pytest.warns(UserWarning, match=r"cannot be split by rows: the loss of \d+ targets is")
         with nullcontext() if settings == {"micro_batch_size": 2} and cut == "units" else said:
             result = engine.step(tokens(seed, ROWS), loss_fn)
