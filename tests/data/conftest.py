@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.encoder import Progress
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import Source
 from offload.extras.data.tokenizer import train_bpe
 from tests.data.asked import source_of
@@ -52,10 +54,11 @@ def dataset_of(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., 
     """Return a function: build a dataset over sources or paths, with `bpe` and a document a row of 16 tokens."""
     folder = bpe_folder()
 
-    def build(*sources: Source | Path | str, **settings: Any) -> Dataset:
+    def build(*sources: Source | Path | str, progress: Progress = lambda *_: None, **settings: Any) -> Dataset:
         defaults = {"tokenizer": folder, "vocab_size": 400, "sequence_length": 16, "packing": False, "batch_size": 6}
         named = [each if isinstance(each, Source) else source_of(str(each)) for each in sources]
-        return build_dataset(**{"sources": named, "cache_dir": tmp_path / "cache", **defaults, **settings})
+        values: dict[str, Any] = {"sources": named, "cache_dir": tmp_path / "cache", **defaults, **settings}
+        return build_dataset(DataSettings(**values), progress)
 
     return build
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.text_encoder import _byte_counts
 from tests.data.asked import source_of
 
@@ -87,7 +88,7 @@ def test_of_a_conversation_they_are_those_of_the_answers(
 def test_without_text_they_are_not_known(write_lines: Callable[..., Path], tmp_path: Path) -> None:
     path = write_lines("ids.jsonl", *({"input_ids": [number, 1, 2, 3]} for number in range(40)))
     found: Any = {"sequence_length": 4, "vocab_size": 64, "batch_size": 2, "eval_share": 0.2, "packing": False}
-    dataset = build_dataset(sources=[source_of(str(path))], cache_dir=tmp_path / "cache", **found)
+    dataset = build_dataset(DataSettings(sources=[source_of(str(path))], cache_dir=tmp_path / "cache", **found))
     assert dataset.eval_bytes(1, "") is None
 
 

@@ -20,6 +20,7 @@ from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.dataset import MOST_PROMPT_TOKENS, Dataset, build_dataset, cut_excerpt
+from offload.extras.data.settings import DataSettings
 from tests.data.asked import source_of
 
 Build = Callable[..., Dataset]
@@ -267,15 +268,15 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
     dataset = build()
     assert dataset.notes[0].startswith(f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg.")
-    assert dataset.sources[0].prepared.contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
+    assert dataset.sources[0].contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
     num_tokens = dataset.train.token_file.num_tokens + dataset.eval.token_file.num_tokens
-    assert dataset.sources[0].prepared.contents.endswith(f" {num_tokens:,} tokens")
+    assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
     assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
     assert "see each other" in dataset.rows_description
     pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
     dataset = build(source=str(pairs), eval_share=0.0, packing=False)
-    assert dataset.sources[0].prepared.contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
+    assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
     assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.token_file.num_tokens < 0.5
     assert dataset.rows_description.endswith("; a document a row")
@@ -408,7 +409,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_standard_library(tmp_path: Path) -> None:
     """The built-in default without input files: trained tokenizer, packed tokens, deterministic."""
-    dataset = build_dataset(
+    settings = DataSettings(
         sources=[source_of("builtin:stdlib")],
         vocab_size=2048,
         sequence_length=256,
@@ -416,6 +417,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
         eval_share=0.02,
         cache_dir=tmp_path,
     )
+    dataset = build_dataset(settings)
     assert len(dataset.tokenizer) == 2048
     assert dataset.num_train_rows > 5000
     assert 0.01 < dataset.num_eval_rows / dataset.num_train_rows < 0.04
@@ -438,7 +440,7 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
     ):  # a few modules, to save time
         (shutil.copytree if (real / name).is_dir() else shutil.copy)(real / name, tmp_path / name)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    dataset = build_dataset(
+    settings = DataSettings(
         sources=[source_of("builtin:stdlib-chat")],
         vocab_size=1024,
         sequence_length=256,
@@ -446,6 +448,7 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
         eval_share=0.1,
         cache_dir=tmp_path / "cache",
     )
+    dataset = build_dataset(settings)
     assert dataset.num_eval_rows
     tokenizer = dataset.tokenizer
     batch = dataset.batch(0)

@@ -398,7 +398,7 @@ def test_columns_say_what_is_meant(load: Load, tmp_path: Path) -> None:
 
 def test_each_format_says_what_it_is(load: Load, tmp_path: Path) -> None:
     found = {name: load(write(tmp_path / name, ROWS["text"])) for name, write in WRITERS.items()}
-    told = {name: dataset.sources[0].prepared.contents.partition(" of ")[0] for name, dataset in found.items()}
+    told = {name: dataset.sources[0].contents.partition(" of ")[0] for name, dataset in found.items()}
     packed = {"a.jsonl.gz": "jsonl", "a.csv.zst": "text in csv", "remote.jsonl": "jsonl", "a.json": "jsonl"}
     plain = {"saved": "text in data set", "splits": "text in data set", "a.feather": "text in arrow"}
     assert told == {
@@ -406,11 +406,7 @@ def test_each_format_says_what_it_is(load: Load, tmp_path: Path) -> None:
         **packed,
         **plain,
     }
-    assert (
-        found["splits"]
-        .sources[0]
-        .prepared.contents.startswith(f"text in data set of {tmp_path}/splits: 30 documents, ")
-    )
+    assert found["splits"].sources[0].contents.startswith(f"text in data set of {tmp_path}/splits: 30 documents, ")
 
 
 def test_a_folder_is_read_as_what_it_is(load: Load, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 
 from offload.extras.data import dataset, prepare, sources, tokenizer
 from offload.extras.data.dataset import build_dataset
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import SourceFile, hash_files
 from offload.extras.data.storage import LocalFile, RemoteFile
 from offload.extras.data.tokenizer import hash_tokenizer
@@ -25,9 +25,9 @@ NOT_IN_THE_KEY = """
 model_path is_pretrained
 sequence_length packing isolated group_by_length rope_limit stopping_strategy batch_size seed
 eval_sources pairs
-cache_dir num_workers progress no_pictures no_answers
+cache_dir num_workers no_pictures no_answers
 """
-"""Arguments of `build_dataset` without an effect on the tokens of a source: the place of the tokenizer (the key has its
+"""Settings of data without an effect on the tokens of a source: the place of the tokenizer (the key has its
 hash), the cut into rows and batches, other sources (pairs are a format), and who makes or refuses tokens.
 """
 
@@ -68,19 +68,17 @@ def test_every_argument_with_an_effect_on_tokens_is_in_their_key(
         "rope_limit": 8,
         "num_workers": 0,
         "cache_dir": tmp_path,
-        "progress": print,
     }
-    everything = inspect.signature(build_dataset).parameters
 
     def key(**more: Any) -> str:
         with pytest.raises(Reached) as reached:
-            build_dataset(**given | more)
+            build_dataset(DataSettings(**given | more))
         return str(reached.value)
 
     before, same = key(), set()
-    for name, argument in everything.items():
+    for name, setting in DataSettings.__dataclass_fields__.items():
         if name not in others:
-            was = given.get(name, argument.default)
+            was = given.get(name, setting.default)
             others[name] = not was if isinstance(was, bool) else was + 1
         same |= {name} if key(**{name: others[name]}) == before else set()
     assert same == set(NOT_IN_THE_KEY.split())

@@ -150,7 +150,7 @@ def test_eval_sources_have_names_and_are_apart_from_training(mix: Build, write_l
     dataset = mix(eval_sources=[source_of(str(path)) for path in paths], eval_share=0.2)
     assert list(dataset.evals) == ["", "news", "code"]
     assert dataset.num_eval_rows == dataset.eval.num_rows + 18
-    assert [each.prepared.contents.split(": ")[1] for each in dataset.eval_sources] == [
+    assert [each.contents.split(": ")[1] for each in dataset.eval_sources] == [
         f"9 documents, {num:,} tokens" for num in (116, 116)
     ]
     seen = [text for batch in dataset.eval_batches(4, name="code") for text in texts(dataset, batch["input_ids"])]

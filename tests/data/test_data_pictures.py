@@ -23,6 +23,7 @@ from offload.extras.data.dataset import Dataset, build_dataset
 from offload.extras.data.formats import read_records
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
 from offload.extras.data.rows import BadRow
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.text_encoder import EncodeRequest
 from offload.extras.data.view import DataView
 from tests.data.asked import files_of, source_of
@@ -44,7 +45,8 @@ def prepared(path: Path | Sequence[Path], folder: Path | str, **settings: Any) -
     """Prepare rows for a model folder, with one step for all rows."""
     paths = [path] if isinstance(path, Path) else path
     values = {"batch_size": 1, "vocab_size": 512, "sequence_length": 96, "cache_dir": paths[0].parent / "cache"}
-    return build_dataset(sources=[source_of(str(each)) for each in paths], model_path=str(folder), **values | settings)
+    sources = [source_of(str(each)) for each in paths]
+    return build_dataset(DataSettings(sources=sources, model_path=str(folder), **values | settings))
 
 
 def texts(number: int) -> list[dict[str, str]]:
@@ -234,7 +236,7 @@ def test_bad_rows_are_named_or_skipped(
     with pytest.raises(ConfigError, match=words):
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
-    assert (data.num_train_rows, data.sources[0].prepared.findings.num_bad) == (1, 1)
+    assert (data.num_train_rows, data.sources[0].findings.num_bad) == (1, 1)
 
 
 def test_a_first_picture_in_a_late_row_is_a_bad_row(
@@ -246,7 +248,7 @@ def test_a_first_picture_in_a_late_row_is_a_bad_row(
     with pytest.raises(BadRow, match=r"rows.jsonl:3 has a picture, but the first rows .* put a row with a picture"):
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
-    assert data.sources[0].prepared.findings.num_bad == 1
+    assert data.sources[0].findings.num_bad == 1
 
 
 def test_a_template_that_does_not_end_a_document_gets_an_end(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_what_is_compared_is_the_answer_behind_the_prompt(
     assert "One." in data.tokenizer.decode(batch["input_ids"][0])
     assert data.group == 2
     assert data.rows_description.startswith("pairs of rows: 1 of 48 tokens to train on, 0 to evaluate")
-    assert data.sources[0].prepared.contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
+    assert data.sources[0].contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
 
 
 def test_pairs_stay_pairs_in_any_order_and_none_is_cut_in_half(

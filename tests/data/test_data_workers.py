@@ -106,6 +106,7 @@ def test_the_setting_reaches_the_tokenizing(
 ) -> None:
     from offload.extras.data import prepare
     from offload.extras.data.dataset import build_dataset
+    from offload.extras.data.settings import DataSettings
     from tests.data.asked import source_of
 
     asked, encode = [], Encoder.encode
@@ -122,7 +123,8 @@ def test_the_setting_reaches_the_tokenizing(
     def build(path: Path, num_workers: int | None) -> None:
         folder = tmp_path / f"cache-{len(asked)}"
         more: dict[str, Any] = {"vocab_size": 400, "sequence_length": 8, "batch_size": 1, "cache_dir": folder}
-        build_dataset(sources=[source_of(str(path))], tokenizer=bpe_folder(), num_workers=num_workers, **more)
+        more |= {"tokenizer": bpe_folder(), "num_workers": num_workers}
+        build_dataset(DataSettings(sources=[source_of(str(path))], **more))
 
     build(text, 3)
     build(chats, None)

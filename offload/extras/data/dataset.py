@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from offload.app.user_cache import default_cache_dir
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
-from offload.extras.data.encoder import Encoder
+from offload.extras.data.encoder import Encoder, Progress
 from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout, Rows
 from offload.extras.data.picture_encoder import PictureInputs
 from offload.extras.data.prepare import prepare
 from offload.extras.data.row_source import RowSource
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.source_rows import SourceRows, names_of
-from offload.extras.data.sources import Source, SourceFile, both_names, hash_text
+from offload.extras.data.sources import SourceFile, both_names, hash_text
 from offload.extras.data.storage import Mark
 from offload.extras.data.tokenizer import UNKNOWN, as_files
 
@@ -143,7 +142,7 @@ class Dataset:
     @property
     def has_one_picture_per_row(self) -> bool:
         """True if each training and eval row has exactly one picture."""
-        return all(file.has_one_picture_each for rows in self.sources for file in rows.prepared.files)
+        return all(file.has_one_picture_each for rows in self.sources for file in rows.files)
 
     @property
     def rows_description(self) -> str:
@@ -177,7 +176,7 @@ class Dataset:
             *(("eval", "evaluated on", each, None) for each in self.eval_sources),
         ):
             share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
-            yield f"{word}: {', '.join([each.prepared.contents, share, *each.more(quota, self.num_train_rows)])}"
+            yield f"{word}: {', '.join([each.contents, share, *each.more(quota, self.num_train_rows)])}"
         yield f"{self.rows_description}; objective: {objective.name}"
         if not self.train.packing and self.rope_limit is not None and self.longest > self.rope_limit:
             yield (
@@ -356,105 +355,75 @@ class Dataset:
             )
 
 
-def build_dataset(
-    *,
-    sources: Sequence[Source],
-    eval_sources: Sequence[Source] = (),
-    tokenizer: str | None = None,
-    model_path: str | None = None,
-    is_pretrained: bool = False,
-    vocab_size: int,
-    sequence_length: int,
-    packing: bool = True,
-    isolated: bool | None = False,
-    pairs: bool = False,
-    group_by_length: bool = False,
-    train_on_prompt: bool = False,
-    eval_share: float = 0.0,
-    on_bad_row: str = "error",
-    stopping_strategy: StoppingStrategy = "all_exhausted",
-    rope_limit: int | None = None,
-    batch_size: int,
-    seed: int = 0,
-    cache_dir: Path | None = None,
-    num_workers: int | None = None,
-    no_pictures: str = "",
-    no_answers: str = "",
-    progress: Callable[[str, float], None] | None = None,
-) -> Dataset:
+def _tell_nobody(_stage: str, _done: float) -> None:
+    """Take no notice of the progress."""
+
+
+def build_dataset(settings: DataSettings, progress: Progress = _tell_nobody) -> Dataset:
     """Prepare the data (once; later calls read the cache) and return the batches.
 
-    Raises ConfigError for an unusable file, and for a source without a trainable row.
-
-    Arguments with the name of a setting in `DataSection` have its meaning.
-
-    Args:
-        sources: Training sources.
-        eval_sources: Evaluation sources, each evaluated under a separate name.
-        tokenizer: Folder, or model name in the local hub cache. None: the tokenizer in `model_path`; if absent, a new
-            one with at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
-            embeddings belong to another vocabulary).
-        model_path: Model folder or hub name.
-        isolated: Separate packed documents from each other. None: only for data with conversations.
-        pairs: The data are preferences. A batch has `batch_size` row pairs.
-        batch_size: Rows (or pairs) per step.
-        rope_limit: As in `Dataset`.
-        cache_dir: Token cache folder. None: the default folder.
-        no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
-            each document is a row for any `packing`.
-        no_answers: The same for rows that separate a prompt from an answer.
-        progress: Called with (stage, fraction done) during preparation.
+    `progress(stage, fraction done)` is called during preparation. Raises ConfigError for an unusable file, and for a
+    source without a trainable row.
     """
-    training = [RowSource(source, vocab_size, eval_share, on_bad_row) for source in sources]
-    evaluation = [RowSource(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
+    training = [RowSource(source, settings) for source in settings.sources]
+    evaluation = [RowSource(source, settings, is_evaluated=True) for source in settings.eval_sources]
     _check_disjoint(training, evaluation)
     row_sources = [*training, *evaluation]
-    _check_pairs(row_sources, pairs=pairs)
-    _check_kinds(row_sources, no_pictures, "" if train_on_prompt else no_answers)
-    cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
-    report = progress or (lambda *_: None)
-    encoder = Encoder.open(
-        row_sources,
-        tokenizer,
-        model_path,
-        is_pretrained=is_pretrained,
-        train_on_prompt=train_on_prompt,
-        cache_dir=cache_folder,
-        progress=report,
-    )
+    _check_pairs(row_sources, pairs=settings.pairs)
+    _check_kinds(row_sources, settings)
+    encoder = Encoder.open(row_sources, settings, progress)
     loaded = encoder.tokenizer
     pad_id = _padding_of(loaded)
-    if isolated is None:
-        isolated = any(each.has_chats for each in training)
-    layout: Layout = "isolated" if packing and isolated else packing
-    if any(each.has_pictures for each in row_sources):  # picture tokens are not cut
-        layout = False
+    layout = _layout(training, evaluation, settings)
     laid_out = []
-    for name, each in zip(names_of([*sources, *eval_sources]), row_sources, strict=True):
-        prepared = prepare(each, encoder, cache_folder, report, num_workers)
-        laid_out.append(SourceRows.of(name, prepared, sequence_length, layout, pad_id, train_on_prompt))
+    for name, each in zip(names_of([*settings.sources, *settings.eval_sources]), row_sources, strict=True):
+        files, findings = prepare(each, encoder, settings, progress)
+        laid_out.append(SourceRows.of(name, each, files, findings, settings, layout, pad_id))
     notes = [note for each in row_sources for note in each.notes]
     notes += [*encoder.notes, *(note for each in laid_out for note in each.notes(len(laid_out) > 1))]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
-        notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
+        notes.append(
+            f"A vocabulary of {settings.vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}."
+        )
     trained, evaluated = laid_out[: len(training)], laid_out[len(training) :]
     parts = [each.train for each in trained]
     # An empty set keeps the layout, for a data set without held-out rows.
     held_out = [each.eval for each in trained if each.eval.num_rows] or [trained[0].eval]
+    batching = MixedBatching()
+    # Rows of a stream are all full, and a pair stays together whatever its lengths.
+    if settings.group_by_length and layout is False and not settings.pairs:
+        batching = LengthBatching()
+    pictures = None
+    if encoder.processor is not None:
+        pictures = PictureInputs(encoder.processor)
     return Dataset(
-        _mix(parts, [each.weight for each in sources], stopping_strategy),
+        _mix(parts, [each.weight for each in settings.sources], settings.stopping_strategy),
         Mixture.of(held_out, [rows.num_rows for rows in held_out]),
         loaded,
-        batch_size * parts[0].group,
-        seed,
+        settings.batch_size * parts[0].group,
+        settings.seed,
         tuple(notes),
         tuple(trained),
         tuple(evaluated),
         pad_id,
-        LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
-        rope_limit,
-        None if encoder.processor is None else PictureInputs(encoder.processor),
+        batching,
+        settings.rope_limit,
+        pictures,
     )
+
+
+def _layout(training: Sequence[RowSource], evaluation: Sequence[RowSource], settings: DataSettings) -> Layout:
+    """Return the row layout of all sources."""
+    # Picture tokens are not cut, and a row has the pictures of one document.
+    if any(each.has_pictures for each in (*training, *evaluation)):
+        return False
+    isolated = settings.isolated
+    # Texts alone profit from the plain layout: no token is cut off or padding.
+    if isolated is None:
+        isolated = any(each.has_chats for each in training)
+    if settings.packing and isolated:
+        return "isolated"
+    return settings.packing
 
 
 def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
@@ -507,15 +476,18 @@ def _check_pairs(sources: Sequence[RowSource], *, pairs: bool) -> None:
         raise ConfigError(f"{other} has the format {formats}, and train.method {method}: {fix}.")
 
 
-def _check_kinds(sources: Sequence[RowSource], no_pictures: str, no_answers: str) -> None:
+def _check_kinds(sources: Sequence[RowSource], settings: DataSettings) -> None:
     """Raise ConfigError for rows with pictures, or with a prompt and an answer, that a reason speaks against."""
-    with_pictures = next((each for each in sources if each.has_pictures), None)
-    if with_pictures is not None and no_pictures:
-        raise ConfigError(f"{with_pictures} has pictures, and {no_pictures}")
-    with_answers = next((each for each in sources if each.may_mask), None)
-    if with_answers is not None and no_answers:
-        formats = ", ".join(sorted(with_answers.formats))
-        raise ConfigError(f"{with_answers} has the format {formats}, and {no_answers}")
+    for each in sources:
+        if each.has_pictures and settings.no_pictures:
+            raise ConfigError(f"{each} has pictures, and {settings.no_pictures}")
+    # Trained on as plain text, a row has no border between prompt and answer.
+    if settings.train_on_prompt:
+        return
+    for each in sources:
+        if each.may_mask and settings.no_answers:
+            formats = ", ".join(sorted(each.formats))
+            raise ConfigError(f"{each} has the format {formats}, and {settings.no_answers}")
 
 
 def _mix(parts: Sequence[Rows], weights: Sequence[float | None], strategy: StoppingStrategy) -> RowSet:

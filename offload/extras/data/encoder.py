@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
@@ -16,6 +15,7 @@ from offload.extras.data.picture_encoder import PictureEncoder, load_processor
 from offload.extras.data.records import Ids, Record
 from offload.extras.data.row_source import RowSource
 from offload.extras.data.rows import BadRow
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import hash_text, split_hash
 from offload.extras.data.text_encoder import (
     ByteCountScope,
@@ -56,24 +56,24 @@ class Encoder:
     def open(
         cls,
         sources: Sequence[RowSource],
-        tokenizer: str | None,
-        model_path: str | None,
-        *,
-        is_pretrained: bool,
-        train_on_prompt: bool,
-        cache_dir: Path,
+        settings: DataSettings,
         progress: Progress,
     ) -> Encoder:
-        """Load `tokenizer` or the model's tokenizer, or train one on the data for a model without pretrained weights.
+        """Load the configured or the model's tokenizer, or train one on the data for a model with random weights.
 
         Token id data needs no tokenizer. A tokenizer without chat template gets the built-in one if needed. Raises
         ConfigError.
         """
-        path = tokenizer or tokenizer_folder(model_path)
+        model_path, train_on_prompt = settings.model_path, settings.train_on_prompt
+        path = settings.tokenizer or tokenizer_folder(model_path)
         processor = _processor(sources, path)
         if path is not None:
-            loaded = load_tokenizer(path) if processor is None else processor.tokenizer
-            check_vocabulary(loaded, sources[0].vocab_size, path)
+            # The tokenizer of a processor may know more tokens than the one alone.
+            if processor is not None:
+                loaded = processor.tokenizer
+            else:
+                loaded = load_tokenizer(path)
+            check_vocabulary(loaded, settings.vocab_size, path)
             encoder = cls(loaded, train_on_prompt, end_texts(loaded, model_path), processor)
             without = not loaded.chat_template and processor is None
             if without and any(each.uses_template for each in sources):
@@ -90,17 +90,19 @@ class Encoder:
             raise ConfigError(
                 "data.source mixes token ids with text: name the tokenizer that made the ids, as data.tokenizer."
             )
-        if is_pretrained:
+        if settings.is_pretrained:
             raise ConfigError(
                 f"{model_path or 'the model'} has pretrained weights but no tokenizer (tokenizer.json or the like), "
                 "and the pretrained embeddings are useless with a new tokenizer trained on the data: set "
                 "--data.tokenizer to a folder or hub name with the model's own tokenizer, or set --model.init random "
                 "to train from random weights."
             )
-        hashes = [each.files_hash for each in sources]
-        key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
+        key = " ".join(each.files_hash for each in sources)
+        # The key of one source is a hash as it is.
+        if len(sources) > 1:
+            key = hash_text(key)
         trained = load_or_train_tokenizer(
-            lambda: _sample_texts(sources), sources[0].vocab_size, key, cache_dir, progress
+            lambda: _sample_texts(sources), settings.vocab_size, key, settings.cache_dir, progress
         )
         return cls(trained, train_on_prompt)
 
@@ -149,10 +151,16 @@ class Encoder:
                     else:
                         yield part
 
+    @property
+    def rules(self) -> Any:
+        """What decides the tokens of a text: the processor, or without one the tokenizer. None: no texts."""
+        if self.processor is not None:
+            return self.processor
+        return self.tokenizer
+
     @cached_property
     def _batch_encoder(self) -> TextEncoder:
-        with_template = self.tokenizer if self.processor is None else self.processor
-        renderer = ChatRenderer(with_template, self.train_on_prompt, self.ends)
+        renderer = ChatRenderer(self.rules, self.train_on_prompt, self.ends)
         if self.processor is None:
             return TextEncoder(self.tokenizer, renderer, self.train_on_prompt)
         return PictureEncoder(self.processor, renderer, self.train_on_prompt)

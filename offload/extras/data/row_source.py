@@ -11,6 +11,7 @@ from offload.extras.data.findings import Findings
 from offload.extras.data.formats import CHAT_FORMATS, RENDERED_FORMATS, detect_format, read_records
 from offload.extras.data.records import Chat, Ids, Preference, Record
 from offload.extras.data.rows import BadRow
+from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import (
     STDLIB_CHAT,
     Source,
@@ -27,15 +28,17 @@ _NUM_SEARCHED = 1000  # rows searched for a picture
 class RowSource:
     """The files of a source, with their formats, and the split of their records into train and eval."""
 
-    def __init__(
-        self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
-    ) -> None:
-        """`vocab_size` decides the width of the ids in a .bin file. Raises ConfigError."""
+    def __init__(self, source: Source, settings: DataSettings, *, is_evaluated: bool = False) -> None:
+        """`is_evaluated`: an eval source, with all records to evaluate on. Raises ConfigError."""
         self.source = source
-        self.vocab_size = vocab_size
-        self.eval_share = eval_share
-        self.on_bad_row = on_bad_row
         self.is_evaluated = is_evaluated
+        self.on_bad_row = settings.on_bad_row
+        # It decides the width of the ids in a .bin file.
+        self.vocab_size = settings.vocab_size
+        self.eval_share = settings.eval_share
+        # Nothing is held out from an eval source, so all of it counts as its training part.
+        if is_evaluated:
+            self.eval_share = 0.0
 
         self.notes: list[str] = []
         """Messages for the user about the files."""
@@ -44,7 +47,7 @@ class RowSource:
         self.files_hash = hash_files(self.files)
         self.num_bytes = sum(file.num_bytes for file in self.files)
         # Text and token files are held out whole. Rows of other files are chosen by the hash of their name.
-        self._held_out = held_out_files([file for file in self.files if file.is_whole], eval_share)
+        self._held_out = held_out_files([file for file in self.files if file.is_whole], self.eval_share)
 
     def __str__(self) -> str:
         return f"{self.source.setting} {self.source}"
@@ -71,7 +74,10 @@ class RowSource:
             return bool(self.formats & RENDERED_FORMATS)
         # Texts need no template.
         first = next(self._first_records(), None)
-        return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
+        # Both answers have one form.
+        if isinstance(first, Preference):
+            first = first.chosen
+        return isinstance(first, Chat)
 
     @cached_property
     def has_pictures(self) -> bool:
@@ -88,7 +94,9 @@ class RowSource:
 
     def holds_out(self, file: SourceFile) -> bool | str:
         """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
-        return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
+        if file.is_whole or not self.eval_share:
+            return file.name in self._held_out
+        return file.name
 
     def records(self, findings: Findings) -> Iterator[tuple[bool, str, Record]]:
         """Yield (in_eval, machine-independent name, record).
@@ -104,7 +112,9 @@ class RowSource:
                 findings.roles += sorted(record.untrained_roles.difference(findings.roles))
                 # No path and no content in the name: the split is the same on any machine, and after an edit of a text.
                 name = f"{file.name}#{index}"
-                held_out = file.name in self._held_out if file.is_whole else split_hash(name) < self.eval_share
+                held_out = split_hash(name) < self.eval_share
+                if file.is_whole:
+                    held_out = file.name in self._held_out
                 yield held_out, name, record
 
     def _first_records(self) -> Iterator[Record]:
@@ -114,7 +124,11 @@ class RowSource:
 
 def _describe_format(data_format: str, container: str) -> str:
     """Return row format and container in words."""
-    data_format = "messages" if data_format == STDLIB_CHAT else data_format
+    if data_format == STDLIB_CHAT:
+        return "messages"
     if container in ("text", "ids", "json"):
         return data_format
-    return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
+    # JSON lines in a table would be two containers.
+    if data_format == "jsonl":
+        data_format = "text"
+    return f"{data_format} in {container}"

@@ -84,7 +84,9 @@ def _rows_of_data_set(rows: Any) -> Iterator[Any]:
     from offload.extras.data.rows import json_columns, without_nulls
 
     schema = getattr(getattr(rows, "features", None), "arrow_schema", None)  # none for one column, and for some streams
-    in_json = None if schema is None else json_columns(schema)
+    in_json = None
+    if schema is not None:
+        in_json = json_columns(schema)
     return (without_nulls(row, in_json) for row in rows)
 
 
@@ -117,7 +119,10 @@ class FileRows:
         """Raise ConfigError if a source does not exist."""
         for setting in ("source", "sources", "eval_source"):
             for each in getattr(config.data, setting):
-                check_exists(each if isinstance(each, str) else each["path"], f"data.{setting}")
+                path = each
+                if not isinstance(each, str):
+                    path = each["path"]
+                check_exists(path, f"data.{setting}")
 
     @staticmethod
     def trains_tokenizer(config: Config) -> bool:
@@ -139,7 +144,9 @@ class FileRows:
         path = config.data.tokenizer or _model_tokenizer(config)
         is_given = config.data.tokenizer is not None
         # The tokenizer loaded here is kept for the data: a large one takes seconds.
-        needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
+        needed = num_rows
+        if path is not None:
+            needed = grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
         architecture.get_text_config().vocab_size = needed
         return needed > num_rows
 
@@ -153,22 +160,25 @@ class FileRows:
     ) -> Dataset:
         """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
         from offload.extras.data.dataset import build_dataset
+        from offload.extras.data.settings import DataSettings
 
         data, has_pairs = config.data, config.train.group > 1
         if has_pairs:
             data = data.model_copy(update={"format": "preference"})
-        folder = _model_folder(config)
         # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
-        spare = 1 if model_kind.name == "masked" and FileRows.trains_tokenizer(config) else 0
-        no_answers = _NO_ANSWERS if model_kind.name == "seq2seq" else ""
-        dataset = build_dataset(
+        if model_kind.name == "masked" and FileRows.trains_tokenizer(config):
+            vocabulary -= 1
+        no_answers = ""
+        if model_kind.name == "seq2seq":
+            no_answers = _NO_ANSWERS
+        settings = DataSettings(
             sources=_sources(data, data.sources, "data.sources")
             or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
             eval_sources=_sources(data, data.eval_source, "data.eval_source"),
             tokenizer=data.tokenizer,
-            model_path=folder,
+            model_path=_model_folder(config),
             is_pretrained=config.model.init == "pretrained",
-            vocab_size=vocabulary - spare,
+            vocab_size=vocabulary,
             sequence_length=int(data.sequence_length or 0),
             packing=data.packing,
             isolated=_isolated(data, model_kind),
@@ -184,20 +194,27 @@ class FileRows:
             num_workers=data.num_workers,
             no_pictures=_no_pictures(config, model_kind),
             no_answers=no_answers,
-            progress=progress,
         )
-        size = config.train.micro_batch_size
-        if (
-            dataset.pictures is not None
-            and (size is not None or config.train.passes > 1)
-            and not dataset.has_one_picture_per_row
-        ):
-            raise ConfigError(
-                f"{'train.passes' if size is None else 'train.micro_batch_size'} is {size or config.train.passes}, but "
-                "some rows have no picture or several, and a batch with pictures can only be cut if each row has one: "
-                "set --train.micro_batch_size none and --train.passes 1; if memory is short, lower --train.batch_size."
-            )
+        dataset = build_dataset(settings, progress)
+        if dataset.has_pictures and not dataset.has_one_picture_per_row:
+            _check_uncut(config)
         return dataset
+
+
+def _check_uncut(config: Config) -> None:
+    """Raise ConfigError if batches are cut: the pictures of a part could not be told from the others."""
+    train = config.train
+    cut_by, number = "train.micro_batch_size", train.micro_batch_size
+    if number is None:
+        cut_by, number = "train.passes", train.passes
+    # One pass over a batch is no cut. A micro-batch may be one.
+    if cut_by == "train.passes" and number == 1:
+        return
+    raise ConfigError(
+        f"{cut_by} is {number}, but some rows have no picture or several, and a batch with pictures can only be cut if "
+        "each row has one: set --train.micro_batch_size none and --train.passes 1; if memory is short, lower "
+        "--train.batch_size."
+    )
 
 
 def _model_folder(config: Config) -> str | None:
@@ -205,7 +222,9 @@ def _model_folder(config: Config) -> str | None:
     from offload.app.hf.models import locate
 
     folder = locate(config.model)
-    return None if folder is None else str(folder)
+    if folder is None:
+        return None
+    return str(folder)
 
 
 def _model_tokenizer(config: Config) -> str | None:
@@ -228,7 +247,10 @@ def _no_pictures(config: Config, model_kind: ModelKind) -> str:
 def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
     """Return whether packed documents are isolated. None: only conversations. Raises ConfigError."""
     if model_kind.name == "causal" and (model_kind.auto is not None or data.packing_isolated is True):
-        return None if data.packing_isolated == "auto" else data.packing_isolated
+        # The data decide: a model of texts alone sees all of a row.
+        if data.packing_isolated == "auto":
+            return None
+        return data.packing_isolated
     if data.packing_isolated is True:
         raise ConfigError(
             f"data.packing_isolated is true, but the model is a {model_kind.name} one, and only causal language models "
@@ -240,8 +262,10 @@ def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
 def _grouped(config: Config) -> bool:
     """Return whether unpacked rows are batched by length."""
     by_length = config.data.group_by_length
+    if by_length != "auto":
+        return by_length
     # Compiled blocks make a graph for each width of a batch.
-    return config.train.compile != "always" if by_length == "auto" else by_length
+    return config.train.compile != "always"
 
 
 def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:

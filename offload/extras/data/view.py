@@ -76,9 +76,13 @@ class Sample:
     @property
     def title(self) -> str:
         """Row identity and counts, in words."""
-        pictures = f"; with {', '.join(self.pictures)}" if self.pictures else ""
+        pictures = ""
+        if self.pictures:
+            pictures = f"; with {', '.join(self.pictures)}"
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
-        position = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
+        position = f"row {self.row}"
+        if self.answer:
+            position = f"pair {-(-self.row // 2)}, {self.answer}"
         return (
             f"step {self.step}, {position}, of {self.source}: "
             f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
@@ -240,9 +244,14 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
 
 def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
-    rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
-    length = f"{counted(view.num_steps, 'step')} of {rows}: {ratio(view.epochs)} times the data"
-    told = f"{length if view.num_steps else f'steps of {rows}'}; {describe_padding(view.padding_share)}"
+    rows = counted(view.batch_size, "row")
+    if view.group > 1:
+        rows = counted(view.batch_size // view.group, "pair")
+    length = f"steps of {rows}"
+    # Without a limit, the run ends for another reason, such as time.
+    if view.num_steps:
+        length = f"{counted(view.num_steps, 'step')} of {rows}: {ratio(view.epochs)} times the data"
+    told = f"{length}; {describe_padding(view.padding_share)}"
     if view.better_length is None:
         return told
     better = view.better_length
@@ -251,7 +260,9 @@ def describe_rows(view: DataView) -> str:
 
 def describe_padding(share: float) -> str:
     """Return the padding share in words."""
-    return f"{share:.1%} of the rows is padding" if share else "no padding"
+    if not share:
+        return "no padding"
+    return f"{share:.1%} of the rows is padding"
 
 
 def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -> BetterLength | None:
@@ -264,7 +275,7 @@ def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -
     if padding < _WORTH_A_CHANGE or layout is True or data.batching.by_length:
         return None
     # Every n-th document: packing by best fit takes time for each piece.
-    documents = [each.prepared.document_lengths for each in data.sources]
+    documents = [each.document_lengths for each in data.sources]
     samples = [each[:: len(each) // _MOST_SAMPLED + 1] for each in documents]
     weights = [quota / each.train.num_rows for each, quota in zip(data.sources, data.quotas, strict=True)]
     longest = max(int(each.max()) for each in samples)
@@ -279,7 +290,10 @@ def find_better_length(data: Dataset, padding: float, most_tokens: int | None) -
         # Rounded, so the shorter of two almost equal lengths wins.
         found.append((round(1 - float((tokens * weights).sum() / (other * (rows * weights).sum())), 2), other))
     share, best = min(found, default=(1.0, length))
-    return BetterLength(best, share) if share <= padding / 2 else None
+    # A small gain is not worth a change of the settings.
+    if share > padding / 2:
+        return None
+    return BetterLength(best, share)
 
 
 def _num_rows(lengths: np.ndarray, row_length: int, layout: Layout) -> int:
@@ -306,17 +320,16 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
 
 
 def _source(rows: SourceRows, data: Dataset, targets: Objective) -> SourceView:
-    prepared = rows.prepared
-    lengths = prepared.document_lengths
+    lengths = rows.document_lengths
     return SourceView(
         rows.name,
-        str(prepared.source.source),
-        prepared.source.format,
+        str(rows.source.source),
+        rows.source.format,
         len(lengths),
-        prepared.num_tokens,
+        rows.num_tokens,
         targets.share(rows.target_share),
-        prepared.findings.num_bad,
-        prepared.findings.num_empty,
+        rows.findings.num_bad,
+        rows.findings.num_empty,
         rows.train.num_rows,
         rows.padding,
         int((lengths > data.sequence_length).sum()),
@@ -356,8 +369,12 @@ def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> lis
         pieces = _pieces(data.tokenizer, ids[index], kind_indices, borders)
         num_trained, num_padding = int((kind_indices == 1).sum()), int((kind_indices == 2).sum())
         name = data.sources[owners[index]].name
-        answer = ("chosen", "rejected")[index % 2] if data.group > 1 else ""
-        pictures = () if picture_documents is None else tuple(each.name for each in picture_documents[index].pictures)
+        answer = ""
+        if data.group > 1:
+            answer = ("chosen", "rejected")[index % 2]
+        pictures = tuple[str, ...]()
+        if picture_documents is not None:
+            pictures = tuple(each.name for each in picture_documents[index].pictures)
         counts = num_trained, num_padding, len(borders)
         samples.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
     return samples
@@ -378,7 +395,10 @@ def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: 
             text = ""
             for token, same in groupby(ids[begin:end].tolist()):  # a picture may take a thousand equal tokens
                 name, number = _name(tokenizer, token), len(list(same))
-                text += name * number if number < _MANY else f"{name} x {number:,} "
+                if number < _MANY:
+                    text += name * number
+                else:
+                    text += f"{name} x {number:,} "
         else:
             text = _text(tokenizer, ids.tolist(), begin, end)
         pieces.append(Piece(text, kind, is_special, begin > 0 and begin in borders, end - begin))
@@ -386,6 +406,7 @@ def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: 
 
 
 def _special(tokenizer: Any) -> list[int]:
+    """Return the ids of special tokens. Of token ids without a tokenizer, none is known."""
     if tokenizer is None:
         return []
     added = tokenizer.added_tokens_decoder
@@ -393,12 +414,17 @@ def _special(tokenizer: Any) -> list[int]:
 
 
 def _num_tokens(tokenizer: Any) -> int:
-    return np.iinfo(np.int64).max if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+    # Without a tokenizer, no id is beyond it.
+    if tokenizer is None:
+        return np.iinfo(np.int64).max
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _name(tokenizer: Any, token: int) -> str:
     """Return the token name, or the number for an id outside the tokenizer (e.g. an extra embedding row for masks)."""
-    known = None if tokenizer is None or token >= _num_tokens(tokenizer) else tokenizer.convert_ids_to_tokens(token)
+    known = None
+    if tokenizer is not None and token < _num_tokens(tokenizer):
+        known = tokenizer.convert_ids_to_tokens(token)
     return known or f"<{token}>"
 
 
@@ -414,4 +440,8 @@ def _text(tokenizer: Any, ids: list[int], begin: int, end: int) -> str:
         tokenizer.decode(each, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for each in (ids[max(begin - 1, 0) : begin], ids[max(begin - 1, 0) : end], ids[begin:end])
     )
-    return str(both[len(before) :] if both.startswith(before) else alone).translate(_PICTURES)
+    text = str(alone)
+    # Tokens of parts of a character have another text together than one by one.
+    if both.startswith(before):
+        text = str(both[len(before) :])
+    return text.translate(_PICTURES)
