@@ -90,7 +90,8 @@ class Steps:
         """Return the batch's loss without side effects."""
         self.foreign_writes.check()
         inputs = self._agree("evaluate", batch, loss_fn)
-        loss = self._run_with_retries(self._evaluate, inputs)
+        with self._flow.counters.preserve():  # a recording, for a new kind of batch, clears them
+            loss = self._run_with_retries(self._evaluate, inputs)
         self.foreign_writes.note()
         return loss
 
@@ -117,7 +118,6 @@ class Steps:
         random = flow.device.random_state()
         with (
             self._recovery.given_up_on_error(),
-            flow.counters.preserve(),
             ExitStack() as undo,
             in_eval_mode(flow.model),
         ):
