@@ -9,7 +9,6 @@ import torch
 
 from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
-from tests.cases.run import small
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,6 +39,8 @@ def device_is_left_empty() -> Iterator[None]:
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
     """Make tiles small, so tiny regions go around the rings many times."""
+    from tests.cases.run import small  # imports tests.engine.device, whose marks need the device of `--device`
+
     with small():
         yield
 
