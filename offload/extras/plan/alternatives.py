@@ -472,6 +472,8 @@ def _narrow(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, i
         too_small = prediction.config.get(key)
         while change[key] - too_small > max(1 << 16, change[key] >> 4):
             middle = -(-(too_small + change[key]) // 2 >> 16) << 16
+            if middle >= change[key]:  # rounded up to the budget that fits: without this the search would not end
+                break
             if _fits(forecaster, prediction, {**change, key: middle}):
                 change[key] = middle
             else:
