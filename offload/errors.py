@@ -215,7 +215,14 @@ def ratio(number: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a count with the noun: `1 step`, `1,070 steps`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {plural(noun, number)}"
+
+
+def plural(noun: str, number: float) -> str:
+    """Return the noun for a number of things: `step` for 1, else `steps`."""
+    if number == 1:
+        return noun
+    return f"{noun}s"
 
 
 def and_others(number: int, word: str = "more") -> str:
@@ -225,12 +232,13 @@ def and_others(number: int, word: str = "more") -> str:
     return f", and {number} {word}"
 
 
-def first_names(names: Iterable[str], most: int) -> str:
-    """Return the first names as a list for a message, with dots for the rest."""
-    shown = list(names)
-    if len(shown) > most:
-        shown[most:] = ["..."]
-    return ", ".join(shown)
+def first_names(names: Iterable[str], most: int, more: str = ", ...") -> str:
+    """Return the first names as a list for a message. `more`: a text for further ones, with {} for their number."""
+    names = list(names)
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += more.format(len(names) - most)
+    return listed
 
 
 def unless_absent(path: Path, fault: str) -> str:

@@ -7,7 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload.distributed.comm import Comm
-from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError, common
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    DoesNotFitError,
+    OffloadError,
+    RankLostError,
+    common,
+    plural,
+)
 
 
 def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
@@ -33,7 +42,7 @@ _UNSET = object()
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{plural('rank', len(ranks))} {', '.join(map(str, ranks))}"
 
 
 def _show(values: Mapping[str, Any], key: str) -> str:

@@ -65,9 +65,13 @@ class Residence:
         """Return the row of a region."""
         return self.rows.get(region.index, _ALL_TOGETHER)
 
+    def row_key(self, region: Region) -> int:
+        """Return the same number for all regions with one row. Equal rows are mostly one object."""
+        return id(self.row(region))
+
     def alike(self, regions: Iterable[Region]) -> list[tuple[Region, int]]:
-        """Return a region of each kind and row, with the number of such regions. Equal rows are mostly one object."""
-        return alike(regions, by=lambda region: id(self.rows.get(region.index)))
+        """Return a region of each kind and row, with the number of such regions."""
+        return alike(regions, by=self.row_key)
 
     def tier(self, region: Region, plane: Plane) -> str:
         """Return the tier of a plane."""

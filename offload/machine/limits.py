@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.errors import format_bytes
+from offload.errors import format_bytes, plural
 
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60
@@ -118,7 +118,7 @@ def _node_limits(root: Path) -> Iterator[Limit]:
     tables = [nodes[node] for node in own_nodes]
     free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # with caches, given back on demand
     yield Limit(
-        f"the memory of the NUMA node{'s' * (len(own_nodes) > 1)} {', '.join(map(str, own_nodes))}, of {len(nodes)}",
+        f"the memory of the NUMA {plural('node', len(own_nodes))} {', '.join(map(str, own_nodes))}, of {len(nodes)}",
         "Mems_allowed_list in /proc/self/status",
         sum(table["MemTotal"] for table in tables),
         sum(table.get(name, 0) for table in tables for name in free),

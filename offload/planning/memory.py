@@ -151,10 +151,10 @@ def staging_bytes(
         if wide:
             itemsize = 4
         numel = region.numel // own
-        part_numel = _SUMMED_PART if accumulates else max(1, numel)
-        whole, rest = divmod(numel, part_numel)
-        sizes += [itemsize * part_numel] * min(whole, stagings)  # a window sees no more of them
-        sizes += [itemsize * rest] * bool(rest)
+        parts = [slice(0, numel)]
+        if accumulates:
+            parts = summed_parts(numel)
+        sizes += [itemsize * (part.stop - part.start) for part in parts]
     return window_bytes(sizes, stagings)
 
 
@@ -195,7 +195,7 @@ def replica_sum_bytes(regions: Sequence[Region], stagings: int, residence: Resid
     if sharding.num_replicas == 1:
         return 0, 0
     trainable = (region for region in regions if region.trainable)
-    few = without_repeats(trainable, stagings, lambda region: id(residence.row(region)))
+    few = without_repeats(trainable, stagings, residence.row_key)
     sizes = [
         4 * region.numel // sharding.size
         + waits_on_disk(region, residence) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
@@ -249,11 +249,7 @@ def plan_memory(
     sharding = residence.sharding
     on_host = summed_regions(regions, units, passes, splits)
     resident = resident_regions(units)
-
-    def row_of(region: Region) -> int:
-        return id(residence.row(region))
-
-    groups = alike(regions, by=lambda each: (row_of(each), each.index in on_host, each.index in resident))
+    groups = alike(regions, by=lambda each: (residence.row_key(each), each.index in on_host, each.index in resident))
     kinds = [region for region, _ in groups]
     # An update needs the norm, and sums are complete at the end.
     plan = _planes(groups, residence, on_host, waits=keeps_gradients or bool(on_host))
@@ -263,7 +259,7 @@ def plan_memory(
         if on_host:
             staged = [region for region in regions if region.index in on_host]
         else:
-            few = without_repeats(regions, stagings, row_of)
+            few = without_repeats(regions, stagings, residence.row_key)
             staged = [region for region in few if not waits_on_disk(region, residence)]
         size = staging_bytes(staged, stagings, sharding, accumulates=bool(on_host), splits=splits or bool(on_host))
         plan.append(Allocation(common, STAGING, size))
@@ -274,7 +270,9 @@ def plan_memory(
     # Weights on the device.
     streamed = [unit for unit in units if not unit.in_records]
     all_records = (record for unit in units if unit.in_records for record in unit.records)
-    records = {tuple((region.kind, row_of(region)) for region in record): record for record in all_records}.values()
+    records = {
+        tuple((region.kind, residence.row_key(region)) for region in record): record for record in all_records
+    }.values()
     copied = [(region, count) for region, count in groups if not residence.is_used_in_place(region)]
     if copied:
         kept = sum(count * region.weight_bytes for region, count in copied if region.index in resident)

@@ -35,7 +35,7 @@ from offload.app.config.sections import (
     read_yaml,
 )
 from offload.conflicts import CONFLICTS, refuse
-from offload.errors import ConfigError, nearest, shorten, too_few_rows
+from offload.errors import ConfigError, nearest, plural, shorten, too_few_rows
 from offload.retired import without_retired
 
 _FILE_KEYS = (
@@ -424,7 +424,7 @@ def unknown_keys(unknown: Iterable[str]) -> str:
             allowed = f"{section} has {', '.join(Config.SECTIONS[section].model_fields)}"
         else:
             allowed = f"the sections are {', '.join(Config.SECTIONS)}"
-        sentences.append(f"unknown key{'s' * (len(others) > 1)} {named}; {allowed}.")
+        sentences.append(f"unknown {plural('key', len(others))} {named}; {allowed}.")
     return " ".join(sentences)
 
 

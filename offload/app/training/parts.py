@@ -15,7 +15,7 @@ from offload.app.training.lr import learning_rate, restart_factor
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
-from offload.errors import counted, ratio
+from offload.errors import counted, plural, ratio
 from offload.files.sources import Source
 from offload.optim.rule import UpdateRule
 from offload.optim.rules import RULES
@@ -82,7 +82,7 @@ def describe_length(config: Config, data: Task) -> Iterator[str]:
     if data.group == 1:
         unit = "row"
     rows = counted(data.batch_size // data.group, unit)
-    passes = f"{ratio(epochs)} epoch{'s' * (epochs != 1)}"
+    passes = f"{ratio(epochs)} {plural('epoch', epochs)}"
     yield f"steps: {steps:,} of {rows}: {passes}"
     if config.has_own_data and not _LEAST_EPOCHS <= epochs <= _MOST_EPOCHS:
         reason = "each row comes as many times"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import TypeVar
 
-from offload.errors import ConfigError, counted
+from offload.errors import ConfigError, counted, first_names
 from offload.extras.data.storage import PACKINGS, Place, decompressed_name
 from offload.files.pointers import FIRST_BYTES, pointer_error
 
@@ -76,14 +76,6 @@ _UNPACK = (
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
 _NUM_NAMED = 3
-
-
-def list_first(names: Sequence[str], most: int, more: str = ", ...") -> str:
-    """Return the first names in one text. `more`: a text for further ones, with {} for their number."""
-    listed = ", ".join(names[:most])
-    if len(names) > most:
-        listed += more.format(len(names) - most)
-    return listed
 
 
 def suffix_of(path: PurePath) -> str:
@@ -196,7 +188,7 @@ def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str
     counts = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
     if not counts:
         return None
-    listed = list_first([f"{number} {suffix}" for suffix, number in counts.most_common()], _NUM_NAMED)
+    listed = first_names([f"{number} {suffix}" for suffix, number in counts.most_common()], _NUM_NAMED)
     verb = "are"
     if counts.total() == 1:
         verb = "is"
@@ -272,4 +264,4 @@ def _type_by_first_bytes(start: bytes) -> str | None:
 
 def _describe_files(file_type: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
-    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({list_first(names, _NUM_NAMED)})"
+    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({first_names(names, _NUM_NAMED)})"

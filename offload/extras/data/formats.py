@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.errors import ConfigError, nearest, shorten
+from offload.errors import ConfigError, first_names, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
-from offload.extras.data.file_types import list_first
 from offload.extras.data.packing import IGNORE
 from offload.extras.data.pictures import PictureMatcher, has_picture
 from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text, common_prefix_length
@@ -173,7 +172,7 @@ def _show_columns(columns: Mapping[str, str]) -> str:
 
 def unread_note(data_formats: Collection[str], unread: Sequence[str], columns: Mapping[str, str]) -> str:
     """Return a note about columns without effect, with the setting to read one. `columns`: as `Source.columns`."""
-    listed = list_first([*map(repr, unread)], _NUM_NAMED, " and {} more")
+    listed = first_names([*map(repr, unread)], _NUM_NAMED, " and {} more")
     own = [FORMATS[each] for each in data_formats if each in FORMATS]  # whole files have none
     known = {key for each in own for key in each.known}
     # A passage left out is the worst case: the answers then refer to nothing. A completion has no key for it.

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 import xxhash
 
 from offload.app.user_cache import hash_paths
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, first_names, nearest
 from offload.extras.data.file_types import (
     CONTAINERS,
     ROW_SUFFIXES,
@@ -29,7 +29,6 @@ from offload.extras.data.file_types import (
     check_split,
     container_of,
     is_saved_data_set,
-    list_first,
     select_split,
     skipped_note,
     suffix_of,
@@ -77,7 +76,7 @@ class Source:
     """Configuration key for this source, for errors."""
 
     def __str__(self) -> str:
-        return with_split(list_first(self.paths, _MOST_NAMED), self.split)
+        return with_split(first_names(self.paths, _MOST_NAMED), self.split)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def find_files(source: Source, notes: list[str]) -> list[SourceFile]:
             by_mark |= dict.fromkeys(file.place.marks, file)
             files.append(file)
     if named_again:
-        listed = list_first(named_again, _MOST_NAMED, ", and {} more")
+        listed = first_names(named_again, _MOST_NAMED, ", and {} more")
         notes.append(f"{source.setting} {source} names some files twice; each is read once: {listed}.")
     return files
 
