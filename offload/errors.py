@@ -225,17 +225,10 @@ def plural(noun: str, number: float) -> str:
     return f"{noun}s"
 
 
-def and_others(number: int, word: str = "more") -> str:
-    """Return `, and 3 more` for the end of a shortened list. Empty: nothing is left out."""
-    if number <= 0:
-        return ""
-    return f", and {number} {word}"
-
-
-def first_names(names: Iterable[str], most: int, more: str = ", ...") -> str:
+def first_names(names: Iterable[str], most: int, more: str = ", ...", *, between: str = ", ") -> str:
     """Return the first names as a list for a message. `more`: a text for further ones, with {} for their number."""
     names = list(names)
-    listed = ", ".join(names[:most])
+    listed = between.join(names[:most])
     if len(names) > most:
         listed += more.format(len(names) - most)
     return listed

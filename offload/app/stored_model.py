@@ -25,7 +25,7 @@ from offload.app.hf.write import ExportResult, write_model
 from offload.app.telemetry.progress import work_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError, and_others
+from offload.errors import ConfigError, first_names
 from offload.files.sources import SHARD_BYTES, ReadValues, ReopenFile
 from offload.native import kernels
 
@@ -231,8 +231,8 @@ def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
         elif tuple(state[name].shape) != entry.shape:
             wrong.append(f"{name} is {list(entry.shape)} in the checkpoint and {list(state[name].shape)} in the model")
     if wrong:
-        more = and_others(len(wrong) - 3)
+        listed = first_names(wrong, 3, ", and {} more", between="; ")
         raise ConfigError(
             f"{reader.path} does not fit the model that transformers {transformers.__version__} builds from its "
-            f"config.json: {'; '.join(wrong[:3])}{more}. Use the version of transformers with which it was trained."
+            f"config.json: {listed}. Use the version of transformers with which it was trained."
         )

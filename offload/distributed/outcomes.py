@@ -15,6 +15,7 @@ from offload.errors import (
     OffloadError,
     RankLostError,
     common,
+    first_names,
     plural,
 )
 
@@ -31,9 +32,8 @@ def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
             own = _flatten(values[ranks[0]])
             expected = _flatten(values[reference])
             keys = [key for key in {**expected, **own} if own.get(key, _UNSET) != expected.get(key, _UNSET)]
-            listed = "; ".join(f"{key}{_show(own, key)} instead of {_show(expected, key).strip()}" for key in keys[:8])
-            if len(keys) > 8:
-                listed += f"; and {len(keys) - 8} more"
+            shown = (f"{key}{_show(own, key)} instead of {_show(expected, key).strip()}" for key in keys)
+            listed = first_names(shown, 8, "; and {} more", between="; ")
             parts.append(f"{_names(ranks)}: {listed}")
     return f"{name} must be the same on all ranks, but differs from {same} on {', and on '.join(parts)}."
 

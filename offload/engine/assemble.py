@@ -17,7 +17,7 @@ from offload.distributed.comm import Comm
 from offload.doors import Door
 from offload.engine.prepare import engine_device, prepare
 from offload.engine.state import EngineState
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, first_names, warn
 from offload.files.safetensors_file import TensorFile, tensor_reader
 from offload.files.sources import Fill, Source
 from offload.lanes.timeline import DISK_LANES
@@ -112,11 +112,9 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
             unit.placeholders[place.parameter] = flow.ownership.placeholders[place.parameter]
         unit.install(unit.placeholders)
     if noncontiguous:
-        more = ""
-        if len(noncontiguous) > 1:
-            more = f" and {len(noncontiguous) - 1} others"
+        listed = first_names(noncontiguous, 1, " and {} others")
         warn(
-            f"parameter {noncontiguous[0]}{more} is not contiguous (a transposed view, or channels_last). The engine "
+            f"parameter {listed} is not contiguous (a transposed view, or channels_last). The engine "
             "computes with contiguous weights, for which torch may choose other kernels, so the last bits of results "
             "can differ from plain PyTorch. For equal bits make the parameter contiguous in both (parameter.data = "
             "parameter.data.contiguous())."

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.errors import warn
+from offload.errors import first_names, warn
 
 _MOST_NAMES = 3
 
@@ -41,16 +41,11 @@ def remove_compile_wrappers(model: nn.Module, compiles: str = "always") -> nn.Mo
             compiled_names.append(name or "the model")
     if compiled_names:
         names = [name.replace("._orig_mod", "") for name in dict.fromkeys(compiled_names)]
-        rest = ""
-        if len(names) > _MOST_NAMES:
-            rest = f" and {len(names) - _MOST_NAMES} more"
+        listed = first_names(names, _MOST_NAMES, " and {} more")
         instead = "; compile=always compiles blocks"
         if compiles == "always":
             instead = ": the engine compiles blocks"
-        warn(
-            f"torch.compile was removed from {', '.join(names[:_MOST_NAMES])}{rest}, because it cannot trace offloaded "
-            f"weights{instead}."
-        )
+        warn(f"torch.compile was removed from {listed}, because it cannot trace offloaded weights{instead}.")
     return model
 
 

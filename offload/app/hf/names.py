@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from offload.errors import OffloadError
+from offload.errors import OffloadError, first_names
 
 Shape = tuple[int, ...]
 
@@ -65,12 +65,8 @@ class Conversion:
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
         except Exception as error:  # an operation rejects misfit tensors
-            more = ""
-            if len(members) > 1:
-                more = f" and {len(members) - 1} more"
-            raise ValueError(
-                f"{self.sources[0]}{more} cannot become {first}: {type(error).__name__}: {error}"
-            ) from error
+            listed = first_names(self.sources, 1, " and {} more")
+            raise ValueError(f"{listed} cannot become {first}: {type(error).__name__}: {error}") from error
         self._names = {key: rename(key) for key in whole}
         self.outputs: dict[str, Shape] = {self._names[key]: tuple(value.shape) for key, value in whole.items()}
         self._row_members: Sequence[tuple[int, ...]] = ()

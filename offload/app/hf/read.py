@@ -52,7 +52,7 @@ from offload.app.hf.sources import (
     are_equal,
 )
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.errors import ConfigError, and_others
+from offload.errors import ConfigError, first_names
 from offload.files.sources import QuantizedSource, Source
 from offload.layout.codecs import Codec
 from offload.tiers.host import trim_heap
@@ -210,9 +210,9 @@ class FolderWeights:
             else:
                 mismatches.append(f"{name} is {list(file_shape)} in the files and {list(shape)} in the model")
         if mismatches:
-            more = and_others(len(mismatches) - 3)
+            listed = first_names(mismatches, 3, ", and {} more", between="; ")
             raise ConfigError(
-                f"the weights in {self._folder} do not fit its configuration: {'; '.join(mismatches[:3])}{more}. "
+                f"the weights in {self._folder} do not fit its configuration: {listed}. "
                 "Change the sizes in config.json to those in the files, or give a folder whose configuration and files "
                 "belong together."
             )

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units.find import ParameterPlace, Splitting, UnitCandidate
-from offload.errors import and_others, format_bytes
+from offload.errors import first_names, format_bytes
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from offload.layout.codecs import EXACT
@@ -113,10 +113,10 @@ class RowCutting(Splitting):
         shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.row_blocks]
         if not shown:
             return text
-        more = and_others(len(shown) - _MOST_SHOWN, "others")
+        listed = first_names(shown, _MOST_SHOWN, ", and {} others")
         return (
-            f"{text}, and these layers into row blocks, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses "
-            "and gradients equal those of whole layers, up to the summation order over blocks"
+            f"{text}, and these layers into row blocks, each a unit: {listed}. Losses and gradients equal those of "
+            "whole layers, up to the summation order over blocks"
         )
 
     @property
