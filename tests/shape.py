@@ -57,6 +57,7 @@ RINGS = {
     "quant": "offload.extras.quant",
     "adapters": "offload.extras.adapters",
     "prefs": "offload.extras.prefs",
+    "distill": "offload.extras.distill",
     "data": "offload.extras.data offload.data",
     "plan": "offload.extras.plan offload.init offload.plan",
     "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report offload.verify",

@@ -35,7 +35,9 @@ REFERENCE = "reference.f32"
 """Attached file with the reference log-probabilities of the initial model. A resumed run reads them; an export omits
 them.
 """
-_NON_TOKENIZER_FILES = ("config.json", "generation_config.json", REFERENCE)
+TEACHER_MARK = "teacher.txt"
+"""Attached file with a fingerprint of the teacher, which a resumed run compares."""
+_NON_TOKENIZER_FILES = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK)
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once
 
 

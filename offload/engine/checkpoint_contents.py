@@ -15,6 +15,7 @@ from torch import nn
 from offload.checkpoint.manifest import ERROR as ERROR_PREFIX
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Span
+from offload.engine.companions import without_companions
 from offload.engine.state import EngineState
 from offload.engine.weights import Weights
 from offload.layout.codecs import EXACT
@@ -60,6 +61,8 @@ def region_entries(
     errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
     entries = {}
     for info in (infos[index] for index in region.parameters):
+        if info.companion:
+            continue
         shape = tuple(info.shape)
         counts = {each.name: each.numel(shape) for each in region.factors if each.numel(shape)}
         factors = {each.name: each.dtype for each in region.factors if each.name in counts}
@@ -79,22 +82,25 @@ def unsaved_planes(is_late: bool) -> set[str]:
 
 def buffers_in_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers in the model's state dict, each under its first name."""
-    state_dict = model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
-    buffers = {name: buffer for name, buffer in model.named_buffers() if state_dict.get(name) is buffer}
+    with without_companions(model):
+        state_dict = model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
+        buffers = {name: buffer for name, buffer in model.named_buffers() if state_dict.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in buffers.items()}
 
 
 def unsaved_reason(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty if all can."""
-    reasons = (info.codec.unsaved_reason for info in engine.weights.infos)
-    in_files = "offload.parameters is files, so frozen weights stay in the model's own files"
-    return next(filter(None, reasons), in_files if engine.memory.files is not None else "")
+    own = engine.weights.own_infos
+    in_files = ""
+    if engine.memory.files is not None and any(not info.trainable for info in own):
+        in_files = "offload.parameters is files, so frozen weights stay in the model's own files"
+    return next(filter(None, (info.codec.unsaved_reason for info in own)), in_files)
 
 
 def coded_dtypes(weights: Weights) -> dict[str, str]:
     """Return the compute dtype of each parameter in the format `frozen_weights`, by name."""
     is_coded = weights.frozen_weights != EXACT.name
-    return {info.name: info.compute for info in weights.infos if is_coded and info.is_quantized}
+    return {info.name: info.compute for info in weights.own_infos if is_coded and info.is_quantized}
 
 
 def rule_titles(weights: Weights) -> str:

@@ -76,7 +76,7 @@ def _check_codecs(engine: EngineState, reader: Reader) -> None:
         )
     # One setting may store other weights in codes in another version of offload.
     saved_coded = own.get(CODED, {})
-    frozen = {info.name for info in engine.weights.infos if not info.trainable} - reader.contents.keys()
+    frozen = {info.name for info in engine.weights.own_infos if not info.trainable} - reader.contents.keys()
     if others := sorted(frozen & (coded_dtypes(engine.weights).keys() ^ saved_coded.keys())):
         formats = EXACT.name, then
         if others[0] in saved_coded:

@@ -31,6 +31,7 @@ from offload.engine.checkpoint_contents import (
     unsaved_planes,
     unsaved_reason,
 )
+from offload.engine.companions import without_companions
 from offload.engine.flow import Flow
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
@@ -88,7 +89,8 @@ class PendingCheckpoint:
         self._contents = _with_planes(contents, moved)
         random = engine.memory.device.random_state()
         self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in random]
-        own = _describe_engine(engine, decided, trained_only)
+        with without_companions(engine.flow.model):
+            own = _describe_engine(engine, decided, trained_only)
         with ExitStack() as opened:
             self._keepers = keepers(self._comm, folder.parent)
             self._meta = self._copy_meta(own, meta)
@@ -220,9 +222,9 @@ def _built_dtypes(weights: Weights) -> dict[str, Any]:
 
     Loading decides by these dtypes which weights stay in fp32.
     """
-    dtypes = {info.name: name_of(dtype) for info, dtype in zip(weights.infos, weights.dtypes, strict=True)}
+    dtypes = {info.name: name_of(weights.dtypes[info.index]) for info in weights.own_infos}
     counts: Counter[str] = Counter()
-    for info in weights.infos:
+    for info in weights.own_infos:
         counts[dtypes[info.name]] += info.numel
     main = counts.most_common(1)[0][0]
     return {"main": main, "others": {name: dtype for name, dtype in dtypes.items() if dtype != main}}

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_outcome
+from offload.engine.companions import without_companions
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.files.sources import FORMAT, MODEL_FORMATS, ReadValues
@@ -71,7 +72,7 @@ def export_model(
         get_weights: ReadValues = get
         if derived_model is not None:
             model, get_weights = derived_model.model, derived_model.get_reader(get)
-        with flow.caches.with_original_flags(), flow.with_placeholders():
+        with flow.caches.with_original_flags(), flow.with_placeholders(), without_companions(model):
             write_model = MODEL_FORMATS[FORMAT].write_model
             write_model(
                 model,

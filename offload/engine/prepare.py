@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
+from offload.engine.companions import companions_of
 from offload.engine.units.attention import attention_for
 from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
 from offload.errors import ConfigError, DoesNotFitError
@@ -89,8 +90,16 @@ class Structure:
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
         uses = Counter[Any](splitting.blocks.values())
+        companions = companions_of(model)
         units = [
-            UnitPlan(c.name, regions_of(c, regions), c.resident, bool(c.records), uses[c.blocks] if c.layer else 0)
+            UnitPlan(
+                c.name,
+                regions_of(c, regions),
+                c.resident,
+                bool(c.records),
+                uses[c.blocks] if c.layer else 0,
+                next(filter(c.name.startswith, companions), ""),
+            )
             for c in candidates
         ]
         dtypes = [parameter.dtype for parameter in model.parameters()]

@@ -20,7 +20,7 @@ from offload.engine.flow import Flow
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass, host_labels
-from offload.engine.loss.loss import LossFunction, as_loss
+from offload.engine.loss.loss import LossFunction, Needs, as_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult
@@ -103,7 +103,7 @@ class Steps:
         self._flow.lanes.drain_updates()
 
     def _step(self, inputs: PassInputs) -> StepResult:
-        if not inputs.num_targets and inputs.loss_fn is None:
+        if not inputs.num_targets and as_loss(inputs.loss_fn).needs is Needs.MEAN:
             labels = inputs.batch["labels"]
             raise ConfigError(
                 f"the batch has no target: all {labels.numel()} labels are {IGNORED} or first in their row."

@@ -35,6 +35,8 @@ class Weights:
         settings, structure = prepared.settings, prepared.structure
         self.regions = structure.regions
         self.infos = structure.infos
+        self.own_infos = [info for info in structure.infos if not info.companion]
+        """Parameters of the trained model, without those of companions."""
         self.dtypes = structure.dtypes
         self.rules = settings.optimizer.parts
         self.frozen_weights = settings.frozen_weights

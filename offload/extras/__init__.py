@@ -13,6 +13,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     },
     "conflicts": {
         "adapters": "offload.extras.adapters.conflicts:CONFLICTS",
+        "distill": "offload.extras.distill.conflicts:CONFLICTS",
         "preferences": "offload.extras.prefs.conflicts:CONFLICTS",
         "forwards": "offload.extras.zeroth.conflicts:CONFLICTS",
     },
@@ -35,7 +36,10 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     },
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "model form": {"tensors": "offload.extras.large.tensor_parallel:open_parts"},
-    "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
+    "objective": {
+        **dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
+        "distill": "offload.extras.distill.objective:FromTeacher",
+    },
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
     "probe": {"measured": "offload.extras.plan.probe:probe"},
     "report": {"page": "offload.extras.tools.reporting.page:report_run"},
@@ -81,6 +85,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
+    "distill": ("adapters", "data"),
     "generate": ("adapters", "data"),
     "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),

@@ -52,6 +52,8 @@ class ParameterInfo:
     """Copy format for a trainable parameter. A frozen parameter is copied in the storage format."""
     by_expert: bool = False
     """True for a stack of experts: one matrix or vector per element of the first dimension."""
+    companion: str = ""
+    """Beginning of the names of the companion with this parameter; empty: the trained model."""
 
     @property
     def numel(self) -> int:

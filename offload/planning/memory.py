@@ -89,6 +89,9 @@ class UnitPlan:
     Gradients for a row block can arrive in several chunks, accumulated in the gradient buffer.
     """
 
+    companion: str = ""
+    """Beginning of the names of the companion with this unit; empty: the trained model."""
+
     @cached_property
     def records(self) -> list[tuple[Region, ...]]:
         """Expert regions grouped by record. A record is fetched as one piece."""
@@ -349,7 +352,9 @@ def waits_on_disk(region: Region, residence: Residence) -> bool:
 
 
 def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence: Residence) -> Allocation:
-    """Return the slot memory: all units if they stay, else the largest window of `1 + ahead` consecutive units."""
+    """Return the slot memory: all units if they stay, else the largest window of `1 + ahead` consecutive units, and at
+    least the last units of the model and of its companions, whose heads alternate over chunks of tokens.
+    """
     # Units with the same regions share a cargo.
     cargoes = {
         tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, residence)
@@ -362,7 +367,9 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence:
     note = f"largest unit: {largest.name}"
     if ahead:
         note += f", and {ahead} ahead"
-    return Allocation(DEVICE, f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
+    heads = {unit.companion: unit for unit in units}.values()
+    size = max(window_bytes(sizes, 1 + ahead), sum(slot_bytes(unit, resident, residence) for unit in heads))
+    return Allocation(DEVICE, f"{SLOT} ({note})", size)
 
 
 def gradient_lasts(region: Region, resident: set[int]) -> bool:

@@ -223,7 +223,7 @@ def _train(training: Any, shared: Path) -> Hashes:
         engine.load_checkpoint(shared / "saved")
     for step in steps + training.train(engine, range(SAVED, STEPS)):
         found.step(step)
-    found.numbers(engine.evaluate(training.batch(STEPS), training.case.loss_fn).item())
+    found.numbers(engine.evaluate(training.batch(STEPS), training.case.loss(engine.model)).item())
     found.parameters(engine)
     engine.save_checkpoint(shared / "final", **training.case.saves)
     engine.close()

@@ -33,6 +33,7 @@ from tests.cases.models import (
     lora,
     mamba,
     mixtral,
+    qwen3,
     qwen3_moe,
     t5,
     table,
@@ -99,6 +100,7 @@ class Case:
     placement: keywords for `Placement`.
     batch: returns a batch for (seed, rows), or (seed, rows, tokens per row).
     loss_fn: for `Engine.step`. None: the model's own loss.
+    loss_of: returns the loss function for a model, in place of `loss_fn`.
     shifts: the first label in a row is no target.
     reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
         separate reference.
@@ -117,6 +119,7 @@ class Case:
     placement: Mapping[str, Any] = field(default_factory=dict)
     batch: Callable[..., Batch] = tokens
     loss_fn: Callable[[Any, Batch], Tensor] | None = None
+    loss_of: Callable[[nn.Module], Callable[[Any, Batch], Tensor]] | None = None
     shifts: bool = True
     reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
     within: float | None = None
@@ -131,6 +134,12 @@ class Case:
     @property
     def precision(self) -> str:
         return self.settings.get("precision", "fp32")
+
+    def loss(self, model: nn.Module) -> Callable[[Any, Batch], Tensor] | None:
+        """Return the loss function for a model. None: the model's own."""
+        if self.loss_of is None:
+            return self.loss_fn
+        return self.loss_of(model)
 
     @property
     def count(self) -> Callable[[Batch], int]:
@@ -216,6 +225,22 @@ def _packed(seed: int, rows: int) -> Batch:
 def _partly_frozen() -> nn.Module:
     """Return a model with frozen first units and a partly frozen unit."""
     return freeze(llama(), "embed_tokens", "layers.0.", "q_proj")
+
+
+def _taught() -> nn.Module:
+    """Return a model with a teacher beside it: of another family, deeper, and with dropout."""
+    from offload.engine.companions import add_companion
+
+    model = llama()
+    teacher = qwen3(hidden_size=64, intermediate_size=80, num_hidden_layers=3, attention_dropout=0.5)
+    add_companion(model, "teacher", teacher)
+    return model
+
+
+def _from_teacher(model: nn.Module) -> Callable[[Any, Batch], Tensor]:
+    from offload.extras.distill.losses import Distillation
+
+    return Distillation(model.get_submodule("teacher"), beta=0.3, labels=0.2)
 
 
 def _twice() -> type[Any]:
@@ -497,6 +522,19 @@ CASES: dict[str, Case] = {
         },
     ),
     "each block twice": Case(Stack, **HANDMADE, stage=_twice, reference=_blocks_twice, is_fuzzed=True),
+    "distillation": Case(
+        _taught,
+        {"frozen_weights": "nf4", "head_chunk_bytes": 8 * 64 * 4},
+        loss_of=_from_teacher,
+        reference=None,
+        without={"equals_reference": "tests/training/test_distill.py: TRL's loss"},
+        limits={"offload.layout.codecs.PIECE_NUMEL": 16384},
+        bits={
+            "ranks-distill": at(CPU, _TWO),
+            "distill-nvme-bf16": at(NVME, BF16, _ROWS),
+            "resume-distill-whole": at(CPU, resumes=True, head_chunk_bytes=None),
+        },
+    ),
 }
 FUZZED: dict[str, Case] = {name: case for name, case in CASES.items() if case.is_fuzzed}
 """Cases whose update rule or stage the fuzzer draws."""

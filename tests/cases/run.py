@@ -105,7 +105,7 @@ class Training:
             early_norm = engine.grad_norm()
             result = engine.update(0.5)
         else:
-            result = engine.step(self.batch(number), loss_fn=self.case.loss_fn)
+            result = engine.step(self.batch(number), loss_fn=self.case.loss(engine.model))
         assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
         return Step.of(result, early_norm)
 

@@ -314,7 +314,7 @@ def evaluation_leaves_no_trace(at: Setting) -> None:
         steps: list[Step] = []
         for seed in range(NUM_STEPS):
             before, moved = torch.get_rng_state(), (engine.counters.h2d_bytes, engine.counters.d2h_bytes)
-            losses = [engine.evaluate(at.training().batch(9), at.case.loss_fn) for _ in range(2)]
+            losses = [engine.evaluate(at.training().batch(9), at.case.loss(engine.model)) for _ in range(2)]
             assert [(loss.dtype, loss.dim(), loss.device.type) for loss in losses] == [(torch.float32, 0, "cpu")] * 2
             assert float(losses[0]) == float(losses[1])
             assert not losses[0].requires_grad

@@ -25,6 +25,7 @@ from offload.app.config.sections import (
     DOCUMENTS,
     CheckpointSection,
     DataSection,
+    DistillSection,
     LoraSection,
     ModelSection,
     OffloadSection,
@@ -48,6 +49,7 @@ _FILE_KEYS = (
     "data.tokenizer",
     "lora.config",
     "lora.adapter",
+    "distill.teacher",
     "offload.nvme_dir",
     "checkpoint.resume",
 )
@@ -67,6 +69,7 @@ class Config(BaseModel):
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
+    distill: DistillSection = DistillSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
 

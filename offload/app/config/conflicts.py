@@ -1,7 +1,7 @@
 """Refused settings of a run."""
 
 from offload.app.config.rules import RULE_SETTINGS
-from offload.app.config.sections import DataSection, OptimizerSection
+from offload.app.config.sections import PAIR_METHODS, DataSection, OptimizerSection
 from offload.conflicts import Condition, Conflict, is_above, is_set, is_unset, other_than, show
 
 DATA = (
@@ -10,7 +10,7 @@ DATA = (
 )  # fmt: skip
 """Rows for every configuration, also before a run is resumed."""
 SOURCES = (
-    Conflict("train.method", other_than("sft"), "origin.data.source", "default",
+    Conflict("train.method", PAIR_METHODS, "origin.data.source", "default",
         "data.source is not set", "name files of rows with a prompt, a chosen and a rejected answer",
         {"data.sources": is_unset}),
     Conflict("model.path", other_than(None), "origin.data.source", "default",
@@ -54,7 +54,7 @@ RUN = (
         {"train.steps": None, "train.epochs": None}),
     Conflict("data.group_by_length", True, "data.packing", True,
         "packed rows all have the same length", "set --data.packing false for one document in each row, or leave it "
-        "out", {"train.method": "sft"}),
+        "out", {"train.method": other_than(*PAIR_METHODS)}),
     *(
         Conflict(f"optimizer.{key}", other_than(default),
             "optimizer.rules", _without(key),

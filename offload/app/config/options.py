@@ -99,6 +99,8 @@ def first_help(prog: str, description: str, own: _Own) -> str:
         lines.append(f"{word:<{_INDENT - 1}} {texts[0]}")
         lines.extend(" " * _INDENT + text for text in texts[1:])
     for name, section in Config.SECTIONS.items():
+        if not section.main:  # all of it is in --help-extra: the first help is one screen
+            continue
         more = f" ({len(section.model_fields) - len(section.main)} more)"
         lines.append(fit(f"{name}: {str(section.__doc__).partition('. ')[0].rstrip('.')}.", len(more)) + more)
         for key in section.main:

@@ -259,6 +259,8 @@ Columns = Annotated[dict[str, str], BeforeValidator(lambda value: _as_columns(_a
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
+PAIR_METHODS = ("dpo", "orpo", "reward")
+"""Values of train.method with rows in pairs: a chosen and a rejected answer."""
 DOCUMENTS = "documents"
 """Value of model.attention for packed documents computed one by one."""
 PYTHON_PREFIX = "python:"
@@ -404,7 +406,7 @@ class DataSection(Section):
     group_by_length: Flag = "auto"
     """For one document per row (data.packing false): batch rows with similar lengths and pad to the longest in the
     batch. Every new length compiles again, so train.compile auto then means never. false: random order, padded to
-    data.sequence_length. auto: true, unless train.compile is always or train.method is not sft.
+    data.sequence_length. auto: true, unless train.compile is always or rows are pairs.
     """
     train_on_prompt: bool = False
     """Include prompts in the loss, not only answers; with train.method orpo, in the loss of the chosen answer."""
@@ -443,10 +445,10 @@ class TrainSection(Section):
         "eval_every",
     )
 
-    method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
-    """Training objective. sft: next-token loss on text. For answer pairs (data.format preference): dpo, prefer the
-    chosen answer more than the initial model does; orpo, prefer and generate the chosen answer, without a reference
-    model; reward, a scoring model with one output.
+    method: Literal["sft", "distill", "dpo", "orpo", "reward"] = "sft"
+    """Training objective. sft: next-token loss on text. distill: learn the token probabilities of distill.teacher. For
+    answer pairs (data.format preference): dpo, prefer the chosen answer more than the initial model does; orpo, prefer
+    and generate the chosen answer, without a reference model; reward, a scoring model with one output.
     """
     beta: Positive = 0.1
     """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
@@ -497,9 +499,9 @@ class TrainSection(Section):
     @property
     def group(self) -> int:
         """Rows learned together: 2 for a preference pair, else 1."""
-        if self.method == "sft":
-            return 1
-        return 2
+        if self.method in PAIR_METHODS:
+            return 2
+        return 1
 
     def num_groups(self, num_ranks: int) -> int:
         """Return the number of rank groups. Ranks in a group share rows; the rows of a step are divided among the
@@ -689,6 +691,23 @@ class LoraSection(Section):
     def adapts(self) -> bool:
         """True if an adapter is trained over frozen weights."""
         return bool(self.rank or self.whole)
+
+
+class DistillSection(Section):
+    """Distillation: the model learns the token probabilities of a frozen teacher (train.method distill)."""
+
+    teacher: str | None = None
+    """Folder (or hub name) of the teacher, a causal language model with the tokens of the trained model. The weights
+    stream like other frozen weights: offload.parameters, offload.frozen_weights.
+    """
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Divergence. 0: forward KL, from the teacher to the model. 1: reverse KL. Between: generalized Jensen-Shannon
+    divergence with this share of the teacher in the mixture.
+    """
+    temperature: Positive = 1.0
+    """Divides the logits of teacher and model."""
+    labels: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the next-token loss on the labels in the loss; the rest is the divergence."""
 
 
 class OffloadSection(Section):

@@ -18,6 +18,7 @@ from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.environment import integrated_note
+from offload.app.hf.companion import beside
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
@@ -53,6 +54,7 @@ from offload.app.training.trainable import (
 )
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
+from offload.engine.companions import without_companions
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, common, format_bytes, untrainable_error
 from offload.layout.planes import DTYPES
@@ -275,11 +277,22 @@ class _Build:
             dtype=DTYPES[str(config.train.precision)],
         )
 
+    def _build_other(self, config: Config, section: ModelSection) -> BuiltModel:
+        """Return another model, unfilled: a frozen one beside the trained model."""
+        return build_model(
+            section,
+            seed=config.run.seed,
+            sequence_length=int(config.data.sequence_length or 0),
+            dtype=DTYPES[str(config.train.precision)],
+        )
+
     def make_model(self, config: Config, data: Task) -> _Model:
         setup, whole = self.setup, self.whole
         with share_failure(self.comm, "making of the model"):
             kind = OBJECTIVES[config.train.method]
             objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
+            companions = kind.companions(config, partial(self._build_other, config))
+            objective.loss = kind.loss_over(config, companions, setup.vocab_size) or objective.loss
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
             files: Mapping[str, bytes] = {}
@@ -295,6 +308,8 @@ class _Build:
             for text in built.notes:
                 self.note(text)
             built.model.train()
+            for name, companion in companions.items():
+                built = beside(built, name, companion)
         return _Model(built, objective, files)
 
     def _set_token_ids(self, config: Config, data: Task) -> None:
@@ -312,14 +327,15 @@ class _Build:
     def open_engine(self, planned: PlacementDecision, built: BuiltModel) -> _Opened:
         trainable, model = self.setup.trainable, built.model
         # All of this before `build_engine`: the engine puts other parameters into the model.
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        name = f"{trainable.name(model)}, {num_parameters:,} parameters"
-        description = list(trainable.describe(model))
-        files = trainable.files(model)
+        with without_companions(model):  # which the run does not write
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            name = f"{trainable.name(model)}, {num_parameters:,} parameters"
+            description = list(trainable.describe(model))
+            files = trainable.files(model)
+            disk_needs = DiskNeeds.of(planned.config, trainable, model)
         # Exchanged in place of the contents.
         digests = {file: xxh3_64_hexdigest(content) for file, content in files.items()}
         self.comm.agree("what lies beside the states", digests)
-        disk_needs = DiskNeeds.of(planned.config, trainable, model)
         fill = MeasuredFill(built, self.comm.size)
         work = "reading the weights"
         if self.whole:

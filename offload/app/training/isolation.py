@@ -12,6 +12,7 @@ from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
+from offload.engine.companions import companions_of
 from offload.engine.engine import Engine
 
 _LENGTHS = 23, 9, 16
@@ -97,4 +98,6 @@ def isolate(
 def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
     """Like `why_not_isolated`, with the same result on all ranks. Collective."""
     spared = set(getattr(tokenizer, "all_special_ids", ()))
-    return comm.from_rank(0, why_not_isolated(engine.model, engine.device, vocab_size, spared), "documents apart")
+    models = (engine.model, *companions_of(engine.model).values())
+    reasons = [why_not_isolated(model, engine.device, vocab_size, spared) for model in models]
+    return comm.from_rank(0, next(filter(None, reasons), ""), "documents apart")

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 
 from offload.app.config.config import Config
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel
 from offload.distributed.comm import Comm
 from offload.doors import Door
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss
+from offload.engine.loss.loss import Loss
 from offload.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
 Say = Callable[[str], None]
+BuildModel = Callable[[ModelSection], BuiltModel]
+"""Builds another model, unfilled, for the rows and in the precision of the run. Raises ConfigError."""
 
 
 class Objective:
@@ -35,8 +40,18 @@ class Objective:
     """True if the targets are the labelled tokens in the data, except the first in a row."""
     count_unit = "tokens"
     """Unit for `count`."""
-    loss: GroupLoss | None = None
+    loss: Loss | None = None
     """Loss function. None: the model's own."""
+
+    @classmethod
+    def companions(cls, _config: Config, _build: BuildModel, /) -> Mapping[str, BuiltModel]:
+        """Return the frozen models that the loss needs beside the trained one, by name. Raises ConfigError."""
+        return {}
+
+    @classmethod
+    def loss_over(cls, _config: Config, _companions: Mapping[str, BuiltModel], _vocab_size: int, /) -> Loss | None:
+        """Return the loss, if it has companions. Raises ConfigError."""
+        return None
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Objective:
@@ -73,7 +88,7 @@ class Objective:
 
     def loss_metrics(self, comm: Comm) -> dict[str, float]:
         """Return further loss metrics from the last pass, as means over all ranks by name. Collective."""
-        if self.loss is None:
+        if not isinstance(self.loss, GroupLoss):
             return {}
         own = {name: (float(each.sum()), len(each)) for name, each in self.loss.metrics.items()}
         ranks = comm.gather_objects(own, "what the loss has measured")

@@ -20,6 +20,18 @@ _PLAIN = (bool, int, float, str, type(None))
 _LISTS = (list, tuple)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that go through the head at once.
+
+    places: token positions in the flattened rows, int64.
+    num_targets: number of counted tokens, at the front; the rest is filler.
+    """
+
+    places: torch.Tensor
+    num_targets: int
+
+
 def check_batch(batch: Batch) -> int:
     """Return the row count of a batch: from the labels, else the most frequent first dimension among the tensors.
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from offload.engine.comparison import OTHER_ORDER, tolerance
-from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.loss.cross_entropy import log_probs_with_gradient
+from offload.engine.loss.batch import IGNORED, Batch, Chunk, next_labels
+from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.units.find import Splitting
@@ -30,18 +30,6 @@ LogProbLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Maps next-label log-probabilities, fp32 [rows, tokens], to (loss 0-dim, gradient). Gradient None: no backward."""
 ROUNDED_TO = 64
 """Chunk sizes are multiples of 64 tokens: faster GPU matrix products, and fewer distinct shapes to plan for."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens that go through the head at once.
-
-    places: token positions in the flattened rows, int64.
-    num_targets: number of counted tokens, at the front; the rest is filler.
-    """
-
-    places: torch.Tensor
-    num_targets: int
 
 
 class HeadInputs(NamedTuple):
@@ -55,6 +43,8 @@ class HeadInputs(NamedTuple):
     """The tokens with a target."""
     gradient: torch.Tensor | None = None
     """Receives the gradient of the hidden states, in their shape. None: no backward below the head."""
+    term: Term = log_probs_with_gradient
+    """Term of each token."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,8 @@ class Part:
     """Logits [tokens, vocabulary], with a graph."""
     gradient: torch.Tensor | None
     """Gradient of the logits. None: no backward."""
-    log_probs: torch.Tensor
-    """Log-probabilities of the counted labels, fp32."""
+    values: torch.Tensor
+    """Term of each counted token, fp32. For the cross entropy, the log-probability of the label."""
     leaf: torch.Tensor
     """Hidden states below the graph [1, tokens, hidden]."""
     places: torch.Tensor
@@ -80,12 +70,13 @@ class Part:
         slopes: torch.Tensor | None,
         leaf: torch.Tensor,
         places: torch.Tensor,
+        term: Term,
     ) -> Part:
         # The head may be the only trainable part, or frozen above trainable units, or above frozen ones.
         if not logits.requires_grad:
             slopes = None
-        log_probs, gradient = log_probs_with_gradient(logits, labels, slopes)
-        return cls(logits, gradient, log_probs[: len(places)], leaf, places)
+        values, gradient = term(logits, labels, slopes)
+        return cls(logits, gradient, values[: len(places)], leaf, places)
 
 
 def build_chunks(
@@ -161,7 +152,7 @@ class ChunkedHead:
         raise TypeError("the model did not call its base model")
 
     def parts(self, inputs: HeadInputs, slopes: torch.Tensor | None = None) -> Iterator[Part]:
-        """Yield every chunk. `slopes`: loss gradient with respect to the log-probabilities, fp32 [rows, tokens].
+        """Yield every chunk. `slopes`: loss gradient with respect to the terms, fp32 [rows, tokens].
 
         Drop a part before the next one: both have logits.
         """
@@ -170,13 +161,13 @@ class ChunkedHead:
             if slopes is not None:
                 chunk_slopes = nn.functional.pad(slopes.flatten()[places], (0, len(targets) - len(places)))
             # Not `logits[0]`: the backward of an index copies the gradient.
-            yield Part.of(run().logits.flatten(0, 1), targets.clamp(min=0), chunk_slopes, leaf, places)
+            yield Part.of(run().logits.flatten(0, 1), targets.clamp(min=0), chunk_slopes, leaf, places, inputs.term)
 
     def _runs(
         self, inputs: HeadInputs
     ) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield (function that runs the model, hidden state leaf, targets [tokens], counted positions) per chunk."""
-        output, batch, chunks, _ = inputs
+        output, batch, chunks, *_ = inputs
         hidden = output["last_hidden_state"]
         states = hidden.detach().flatten(0, 1)
         ids, labels = batch["input_ids"].flatten(), next_labels(batch).flatten()
@@ -196,10 +187,10 @@ class ChunkedHead:
             return self._model(**inputs)
 
     def mean_loss(self, host: Host, inputs: HeadInputs, tokens: int) -> torch.Tensor:
-        """Run forward and backward through the head. Return the loss, fp32."""
+        """Run forward and backward through the head. Return the loss, fp32: the negative mean of the terms."""
         labels, slopes = inputs.batch["labels"], None
         if torch.is_grad_enabled():
-            # The loss is the negative mean, so the slopes are known before the log-probabilities.
+            # The loss is the negative mean, so the slopes are known before the terms.
             slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
         return -self._backward(host, inputs, slopes) / tokens
 
@@ -213,7 +204,7 @@ class ChunkedHead:
         label_log_probs = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         with torch.no_grad():
             for part in self.parts(inputs):
-                label_log_probs.view(-1)[part.places] = part.log_probs
+                label_log_probs.view(-1)[part.places] = part.values
                 del part  # the logits of one chunk at a time
         loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
@@ -221,7 +212,7 @@ class ChunkedHead:
         return loss
 
     def _backward(self, host: Host, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
-        """Run forward and backward of every chunk. Return the sum of the log-probabilities, fp32."""
+        """Run forward and backward of every chunk. Return the sum of the terms, fp32."""
         gradient, total = inputs.gradient, torch.zeros((), dtype=torch.float32, device=inputs.batch["labels"].device)
         with host.gradients.repeated(host.regions):
             for part in self.parts(inputs, slopes):
@@ -229,13 +220,13 @@ class ChunkedHead:
                     host.runner.backward(part.logits, part.gradient, part.leaf)
                 if gradient is not None and part.leaf.grad is not None:
                     gradient.view(-1, gradient.shape[-1])[part.places] = part.leaf.grad[0, : len(part.places)]
-                total += part.log_probs.sum()
+                total += part.values.sum()
                 del part  # the logits of one chunk at a time
         return total
 
     def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
         """Return the `mean_loss` value without a backward."""
-        return -sum(float(part.log_probs.sum()) for part in self.parts(inputs)) / tokens
+        return -sum(float(part.values.sum()) for part in self.parts(inputs)) / tokens
 
 
 def find_chunked_head(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _PIECE_BYTES = 32 << 20
 """Logits in fp32 at a time, in bytes: little memory, and a GPU can keep them in the cache."""
+
+
+Term = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
+"""Maps logits [tokens, vocabulary], labels (int64 [tokens], at least 0) and slopes (fp32 [tokens]; None: no gradient)
+to a value of each token, fp32, and the gradient of their sum weighted by the slopes, like the logits.
+"""
 
 
 def log_probs_with_gradient(

@@ -28,10 +28,6 @@ class GroupLoss(Loss):
         self._newest: GroupMetrics = {}
         self._parts: list[GroupMetrics] = []
 
-    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss, 0-dim, from the model outputs."""
-        return self.of(outputs, batch)
-
     def begin(self) -> None:
         self._parts = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.batch import IGNORED, Batch, Chunk
+from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.errors import ConfigError, nearest
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -23,7 +24,7 @@ class Needs(Enum):
 
     OUTPUTS = "outputs of the model"
     LOG_PROBS = "log-probabilities of the labels"
-    MEAN = "the loss of the model"
+    MEAN = "the mean of a term of each target"
 
     @property
     def allows_chunks(self) -> bool:
@@ -56,11 +57,22 @@ class Loss:
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
 
+    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss, 0-dim, from the outputs of the model."""
+        return self.of(outputs, batch)
+
     def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """Return the loss, 0-dim, from the results in `needs`: outputs of the model, or log-probabilities of the
         labels, fp32 [rows, tokens] (0 without a target, e.g. for the first label in a row).
         """
         raise NotImplementedError
+
+    def term(self, _inputs: Batch, _batch: Batch, _chunks: Sequence[Chunk], /) -> Term:
+        """Return the term of a target. A `MEAN` is the negative mean of the terms.
+
+        Arguments: the batch values for the model, the batch, and the chunks. The head calls the term once for each.
+        """
+        return log_probs_with_gradient
 
     def check(self, num_rows: int, micro_rows: int | None) -> None:
         """Raise ConfigError if the batch or a micro-batch splits a group."""
@@ -144,8 +156,8 @@ def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     signature = inspect.signature(model.forward).parameters
     labels, has_loss_function = labels_of(batch), loss_fn is not None
     # Given labels, a model would compute another loss, in vain or with an error.
-    if (loss := as_loss(loss_fn)).counts_groups:
-        batch = {key: value for key, value in batch.items() if key not in loss.own}
+    if own := as_loss(loss_fn).own:
+        batch = {key: value for key, value in batch.items() if key not in own}
     elif has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
         batch = {key: value for key, value in batch.items() if key != "labels"}  # not token labels: for loss_fn alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):

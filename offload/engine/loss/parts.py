@@ -205,12 +205,14 @@ class Losses:
         chunks = build_chunks(targets, size, max(1, -(-max_targets // size)), copy_to_device)
         self.num_chunks = len(chunks)
         with flow.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
-            output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
+            model_inputs = select_inputs(self._model, model_batch, inputs.loss_fn)
+            term = loss.term(model_inputs, batch, chunks)  # before the model, whose saved inputs would wait in memory
+            output = head.base_output(lambda: self._model(**model_inputs))
             hidden = output["last_hidden_state"]
             gradient = None
             if hidden.requires_grad:
                 gradient = hidden.new_zeros(hidden.shape)
-            head_inputs = HeadInputs(output, batch, chunks, gradient)
+            head_inputs = HeadInputs(output, batch, chunks, gradient, term)
             if gradient is not None:
                 flow.runner.check_writes()  # the head's gradients may be updated at once
             with flow.runner.whole_batch():
@@ -219,6 +221,7 @@ class Losses:
                     total = head.loss_from_log_probs(flow, head_inputs, compute_loss)
                 else:
                     total = head.mean_loss(flow, head_inputs, inputs.num_targets)
+            del term, head_inputs  # a companion's hidden states of all tokens
             if gradient is not None:
                 flow.runner.backward(hidden, gradient)
         return total
@@ -272,9 +275,9 @@ def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor
 def _finite(loss_fn: LossFunction | None) -> LossFunction | None:
     """Return a loss function of weight 0. Without a target of its own, as in a mask, it is 0 over the outputs, not NaN.
 
-    Losses over groups, and the loss of a model, are finite on a batch from `_without_ignored`.
+    A `Loss`, and the loss of a model, are finite on a batch from `_without_ignored`.
     """
-    if loss_fn is None or as_loss(loss_fn).counts_groups:
+    if loss_fn is None or isinstance(loss_fn, Loss):
         return loss_fn
 
     def finite(outputs: Any, batch: Batch) -> torch.Tensor:

@@ -42,6 +42,7 @@ from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, 
 from offload.engine.recording.recording import FirstPass, Recording, SecondPass, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.find import Splitting
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.trial import ENGINE_ERRORS
@@ -242,7 +243,10 @@ class TrialRuns:
         if loss.counts_groups and not loss.needs.allows_chunks:
             return LossRule(), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
-        if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
+        splitting = self._flow.splitting
+        if loss_fn is not None and loss.needs.allows_chunks:  # the model loss decides if the head allows chunks
+            if loss.needs is Needs.MEAN:
+                splitting = Splitting()  # a row block of a head has a part of a token's logits
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
 
         def probe_with(has_graph: bool) -> tuple[LossRule | None, ChunkedHead | None]:
@@ -259,7 +263,7 @@ class TrialRuns:
                     if rule is not None and self._may_cut_rows and not form.is_whole:
                         rule = self._find_weights(probe, rule, trials, form, loss_fn)
                     if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                        head = find_chunked_head(self._model, probe, trials, trials.output, self._flow.splitting)
+                        head = find_chunked_head(self._model, probe, trials, trials.output, splitting)
             return rule, head
 
         try:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.doors import Door
+from offload.engine.companions import companions_of, without_companions
 from offload.errors import ConfigError, untrainable_error
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, LINK_CODECS, Codec
 from offload.layout.regions import ParameterInfo, Piece, Region
@@ -168,8 +169,10 @@ def describe_parameters(
                 f"optimizer.groups has {pattern!r}, which matches none of the {len(named)} parameter names, such as "
                 f"{named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
-    mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
-    fp32_patterns = _fp32_patterns(model)
+    companions = companions_of(model)
+    owners = {id(parameter): prefix for prefix, each in companions.items() for parameter in each.parameters()}
+    with without_companions(model):
+        kept = {number for each in (model, *companions.values()) for number in _kept_in_fp32(each)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
     in_blocks = {id(parameter) for block in find_blocks(model) for parameter in block.parameters()}
@@ -188,10 +191,8 @@ def describe_parameters(
                 "run: the engine collects gradients unit by unit. Remove the hook; a hook of a module does run."
             )
         compute = "bf16"
-        if precision == "fp32":
+        if precision == "fp32" or id(parameter) in kept:
             compute = "fp32"
-        elif parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in fp32_patterns)):
-            compute = "fp32"  # the author of the model chose fp32 for this parameter
         position_flags = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
         choice = optimizer.choose(ParameterTraits(name, tuple(parameter.shape), *position_flags))
         info = ParameterInfo(
@@ -205,6 +206,7 @@ def describe_parameters(
             weight_decay=choice.weight_decay,
             rule=choice.rule,
             by_expert=id(parameter) in stacks,
+            companion=owners.get(id(parameter), ""),
         )
         if parameter in quantized:
             info = replace(info, codec=quantized[parameter])
@@ -358,6 +360,14 @@ def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
                 yield from walk(child)
 
     yield from walk(model)
+
+
+def _kept_in_fp32(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters for which the author of the model chose fp32: by name, or beside bf16."""
+    named, patterns = list(model.named_parameters()), _fp32_patterns(model)
+    is_mixed = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
+    is_fp32 = [(name, each) for name, each in named if each.dtype == torch.float32]
+    return {id(each) for name, each in is_fp32 if is_mixed or any(pattern.search(name) for pattern in patterns)}
 
 
 def _fp32_patterns(model: nn.Module) -> list[re.Pattern[str]]:

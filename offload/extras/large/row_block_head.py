@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.loss.batch import Batch, next_labels
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadInputs, LogProbLoss
+from offload.engine.loss.batch import Batch, Chunk, next_labels
+from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, LogProbLoss
 from offload.engine.units.stages import Host
 from offload.extras.large.row_blocks import RowBlocks
 

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
+from offload.app.config.sections import ModelSection
+from offload.app.hf.companion import beside
 from offload.app.hf.models import (
     BuiltModel,
     empty_model,
@@ -25,11 +27,13 @@ from offload.app.hf.models import (
     max_positions,
     model_kind,
     trained_config,
+    vocab_size,
 )
 from offload.app.hf.names import CannotStream
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
 from offload.app.training.decisions import resolve
+from offload.app.training.objectives import OBJECTIVES
 from offload.app.training.parts import make_settings
 from offload.app.training.trainable import trainable_class
 from offload.engine.prepare import EnginePlan, Structure
@@ -300,7 +304,14 @@ class Forecaster:
             reduced = adaptation.reduced_weights(model)  # no longer the values of the files
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
-        return BuiltModel(model, quantized=quantized)
+        built = BuiltModel(model, quantized=quantized)
+        for name, companion in self._companions.items():
+            built = beside(built, name, companion)
+        return built
+
+    @cached_property
+    def _companions(self) -> Mapping[str, BuiltModel]:
+        return OBJECTIVES[self.config.train.method].companions(self.config, _on_shapes)
 
     def _origin(self) -> tuple[bool, bool]:
         """Return whether weights are read from files, and whether they are planned like a download."""
@@ -527,7 +538,9 @@ class Forecaster:
                 # All that a use depends on beside its shapes: the rest of a key is rows, chunks and passes.
                 kind = replace(batch, rows=0), products, settings.device, settings.sequence_tile
                 found_uses = self._uses.setdefault((*kind, tuple(prepared.structure.regions)), {})
-                found = measure(self._built.model, batch, prepared, found_tiles, found_uses)
+                num_tokens = vocab_size(self._architecture)
+                loss = OBJECTIVES[config.train.method].loss_over(config, self._companions, num_tokens)
+                found = measure(self._built.model, batch, prepared, found_tiles, found_uses, loss)
                 self._workloads[key] = replace(found, num_passes=passes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
@@ -544,3 +557,18 @@ def _may_take(step: PlannedStep | None, seconds: float) -> bool:
         return True
     has_bound = step.settings.optimizer.has_gradients and not step.plan.residence.sharding.dispatches
     return not has_bound or bound_seconds(step) <= (1 + _BOUND_ERROR) * seconds
+
+
+def _on_shapes(section: ModelSection) -> BuiltModel:
+    """Return a frozen model on `meta`, in the dtype of the files, with the quantized parameters. Raises ConfigError,
+    DiskError.
+    """
+    folder, architecture = locate(section), load_model_config(section)
+    quantization = quantization_settings(architecture)
+    model = empty_model(section, architecture)
+    quantized: Mapping[nn.Parameter, Codec] = {}
+    if folder is not None and is_pretrained(section, folder):
+        model.to(architecture.dtype or stored_dtype(folder, quantization))
+        if quantization is not None:
+            quantized = quantized_parameters(model, folder, quantization)
+    return BuiltModel(model, quantized=quantized)

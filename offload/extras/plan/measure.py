@@ -14,10 +14,10 @@ from torch import nn
 from offload.app.config.sections import DOCUMENTS
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
-from offload.engine.loss.batch import Batch
-from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead, HeadInputs
+from offload.engine.loss.batch import Batch, Chunk
+from offload.engine.loss.chunked_head import ROUNDED_TO, ChunkedHead, HeadInputs
 from offload.engine.loss.label_trials import find_base_model
-from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.loss.loss import Loss, as_loss, run_loss, select_inputs
 from offload.engine.prepare import EnginePlan
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.attention import ATTENTIONS, attention_for
@@ -109,12 +109,13 @@ def measure(
     prepared: EnginePlan,
     found_tiles: dict[Hashable, Tiles] | None = None,
     found_uses: FoundUses | None = None,
+    loss: Loss | None = None,
 ) -> Workload:
     """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
 
     `found_tiles`: tile searches of earlier calls with this model and precision, and the place for new ones.
-    `found_uses`: the same for uses of units, from calls that differ only in rows and chunks. The model belongs to
-    `prepared` and is restored afterwards. Raises CannotMeasureError.
+    `found_uses`: the same for uses of units, from calls that differ only in rows and chunks. `loss`: in
+    place of the model's own. The model belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
     """
     uses: FoundUses = {} if found_uses is None else found_uses
     settings = prepared.settings
@@ -125,9 +126,9 @@ def measure(
     model.train()
     try:
         tiles = _find_tiles(model, batch, prepared, {} if found_tiles is None else found_tiles)
-        workload = _run(model, batch, prepared, micro_rows, tiles, uses)
+        workload = _run(model, batch, prepared, micro_rows, tiles, uses, loss)
         if num_micro_batches > 1:  # a second run with one more row separates shared tensors
-            more = _run(model, batch, prepared, micro_rows + 1, tiles, uses)
+            more = _run(model, batch, prepared, micro_rows + 1, tiles, uses, loss)
             workload = replace(
                 workload, calls=tuple(_scale_to_rows(workload.calls, more.calls, micro_rows, batch.rows))
             )
@@ -162,13 +163,27 @@ def _find_tiles(
 
 
 def _run(
-    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None, uses: FoundUses
+    model: nn.Module,
+    batch: BatchSpec,
+    prepared: EnginePlan,
+    rows: int,
+    tiles: TiledUses | None,
+    uses: FoundUses,
+    loss: Loss | None,
 ) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
-    probe = _WorkloadProbe(prepared, tiles, uses)
+    probe = _WorkloadProbe(prepared, tiles, uses, loss)
     with stages_in_memory(model, prepared.settings):
         num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
-    return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
+    return Workload(
+        probe.works(num_chunks),
+        1,
+        batch.rows * batch.length,
+        num_chunks,
+        probe.last_result_bytes,
+        chunk_uses=len(probe.chunk),
+        chunk_heads=max(1, sum(work.name is not None for work in probe.chunk)),
+    )
 
 
 def _scale_to_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:
@@ -198,12 +213,16 @@ class _UseRecord:
 class _WorkloadProbe:
     """Intercepts unit calls and counts compute between units."""
 
-    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None, uses: FoundUses) -> None:
+    def __init__(
+        self, prepared: EnginePlan, tiles: TiledUses | None, uses: FoundUses, loss: Loss | None = None
+    ) -> None:
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
         self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
+        self._loss = loss
         self._entries: list[_UseRecord] = []
-        self._chunk: list[UnitWork] = []
+        self.chunk: list[UnitWork] = []
+        """Uses and stretches of one chunk of the head."""
         self._uses = UnitMeasurements(self.counter, tiles, prepared.settings, uses)
         self._kept: dict[int, int] = {}
         self._inputs: set[int] = set()
@@ -274,11 +293,21 @@ class _WorkloadProbe:
             if head is None or chunk_bytes is None:
                 return self._run_whole(model, tensors)
             num_logits = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-            size, blocks = max(1, chunk_bytes // (num_logits * 4)), _blocks_of_head(model)
+            size, blocks = max(1, chunk_bytes // (num_logits * 4)), None
+            if self._loss is None:  # a loss over logits needs all of a token's
+                blocks = _blocks_of_head(model)
             if batch.rows * batch.length <= size:
                 return self._run_whole(model, tensors)
+            # With all rows, a chunk has `size` tokens, or all targets and filler, evenly divided over the rows.
+            if blocks is not None:
+                size = max(1, chunk_bytes // (blocks.most_rows * 4))
+            filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
+            num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
+            chunk = Chunk(torch.arange(num_tokens, device="meta"), num_tokens)
+            inputs = select_inputs(model, tensors, self._loss)
+            term = as_loss(self._loss).term(inputs, labelled, [chunk])
             try:
-                output = head.base_output(lambda: model(**select_inputs(model, tensors, None)))
+                output = head.base_output(lambda: model(**inputs))
             except TypeError:  # the head has an unexpected call pattern
                 self._entries, self._kept, self._inputs, self._movable = [], {}, set(), {}
                 self.begin()
@@ -286,13 +315,7 @@ class _WorkloadProbe:
             hidden = output["last_hidden_state"]
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
-            # With all rows, a chunk has `size` tokens, or all targets and filler, evenly divided over the rows.
-            if blocks is not None:
-                size = max(1, chunk_bytes // (blocks.most_rows * 4))
-            filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
-            num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
-            chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
-            head_inputs = HeadInputs(output, labelled, [chunk])
+            head_inputs = HeadInputs(output, labelled, [chunk], term=term)
             if blocks is None:
                 slopes = torch.ones(tensors["labels"].shape, device=hidden.device)
                 self._run_chunk((part.logits, part.gradient) for part in head.parts(head_inputs, slopes))
@@ -307,7 +330,7 @@ class _WorkloadProbe:
         return -(-batch.rows * (batch.length - 1) // size)  # the last token of a row has no target
 
     def _run_whole(self, model: nn.Module, tensors: Batch) -> int:
-        loss = find_loss(model(**select_inputs(model, tensors, None)))
+        loss = run_loss(model, tensors, self._loss)
         self._end_stretch()
         loss.backward()
         self._end_backward(0)
@@ -328,18 +351,17 @@ class _WorkloadProbe:
         peak_bytes = max(peak_bytes, self.counter.peak_bytes)
         self._end_backward(0)
         works = [replace(entry.work, saved_bytes=0, forward_temporary_bytes=0) for entry in self._entries]
-        unit = next((work for work in works if work.name is not None), None)
-        stretches = [work for work in works if work is not unit]
+        units = [work for work in works if work.name is not None]
+        stretches = [work for work in works if work.name is None]
         stretch = replace(
             NO_WORK,
             forward=sum((w.forward for w in stretches), NO_COST),
             backward=sum((w.backward for w in stretches), NO_COST),
         )
-        self._chunk = [replace(stretch, forward_temporary_bytes=peak_bytes - kept_bytes, is_cut=False)]
-        if unit is not None:
-            # The input is a copy of some hidden states, with the shape of their gradient.
-            unit = replace(unit, input_bytes=unit.gradient_bytes, stretch_bytes=0, is_cut=False)
-            self._chunk.insert(0, unit)
+        self.chunk = [replace(stretch, forward_temporary_bytes=peak_bytes - kept_bytes, is_cut=False)]
+        # The input is a copy of some hidden states, with the shape of their gradient.
+        of_units = [replace(unit, input_bytes=unit.gradient_bytes, stretch_bytes=0, is_cut=False) for unit in units]
+        self.chunk = [*of_units, *self.chunk]
         self._entries, self._kept = before, kept
 
     def _repeat_chunk(self, blocks: RowBlocks, num_chunks: int) -> None:
@@ -349,13 +371,13 @@ class _WorkloadProbe:
         """
         names = {unit.module: unit.name for unit in self._prepared.structure.candidates}
         works = []
-        for work in self._chunk:
+        for work in self.chunk:
             forward, backward = (sum([cost] * num_chunks, NO_COST) for cost in (work.forward, work.backward))
             if work.name is None:  # the recomputation of a unit is added to its backward with every recomputation
                 backward += forward
             # The backward follows at once, so the input stays on the device.
             works.append(replace(work, forward=forward, backward=backward, staying_bytes=work.input_bytes))
-        self._chunk = [
+        self.chunk = [
             work if work.name is None else replace(work, name=names[block], keeps_graph=False, reads_weights=True)
             for block in blocks.blocks
             for work in works
@@ -363,7 +385,7 @@ class _WorkloadProbe:
 
     def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
         """Return all uses, and all stretches with work."""
-        works = [*(entry.work for entry in self._entries), *self._chunk * num_chunks]
+        works = [*(entry.work for entry in self._entries), *self.chunk * num_chunks]
         return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
 
     # -- between units ---------------------------------------------------------------------------------------
@@ -410,7 +432,10 @@ class _WorkloadProbe:
         finally:
             self._is_inside = False
         entry = _UseRecord(replace(measurement.work, name=unit.name, is_block=unit.is_block))
-        self._record_inputs(entry, arguments.tensors)
+        if torch.is_grad_enabled():
+            self._record_inputs(entry, arguments.tensors)
+        else:
+            entry.work = entry.work.without_backward()
         entry.kept_bytes = sum(self._kept.values())
         self._entries.append(entry)
         self.last_result_bytes = entry.work.result_bytes

@@ -326,7 +326,9 @@ class StepMemory:
         """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""
         work = self.workload
         ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
-        skipped = range(ends[0], ends[-1]) if ends else range(0)
+        skipped = range(0)
+        if ends:
+            skipped = range(ends[0], max(ends[0], ends[-1] - work.chunk_heads + 1))
         yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
 
     def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:

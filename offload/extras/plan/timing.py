@@ -424,7 +424,7 @@ def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:
     """Return the uses in a step as (use, multiplier), with the head cut into at most `_MOST_PIECES` chunks."""
     if work.num_chunks <= _MOST_PIECES:
         return [(use, 1.0) for use in work.calls]
-    num_uses = 1 if work.calls[-1] == work.calls[-2] else 2  # head, and the loss after it
+    num_uses = work.chunk_uses
     first = len(work.calls) - num_uses * work.num_chunks
     pieces = work.calls[first : first + num_uses * _MOST_PIECES]
     times = work.num_chunks / _MOST_PIECES

@@ -133,6 +133,10 @@ class UnitWork:
     products: ProductWork | None = None
     """The use with kept outputs of products. None: not measured, the use keeps none."""
 
+    def without_backward(self) -> UnitWork:
+        """Return the use in a forward without a graph: nothing is kept, and the backward has no part in it."""
+        return replace(self, backward=NO_COST, input_bytes=0, saved_bytes=0, keeps_graph=True, reads_weights=False)
+
     def with_products(self, products: ProductWork) -> UnitWork:
         """Return the use with the memory of a recomputation over kept outputs of products."""
         return replace(
@@ -172,6 +176,8 @@ class Workload:
         entries in `calls`.
     logits_bytes: logits bytes present at the same time, in the logits dtype.
     num_passes: equal passes of a step.
+    chunk_uses: entries in `calls` for a chunk.
+    chunk_heads: of them uses of units: the head of the model, and heads of companions.
     """
 
     calls: tuple[UnitWork, ...]
@@ -180,3 +186,5 @@ class Workload:
     num_chunks: int = 1
     logits_bytes: int = 0
     num_passes: int = 1
+    chunk_uses: int = 1
+    chunk_heads: int = 1

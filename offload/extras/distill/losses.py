@@ -1,0 +1,161 @@
+"""Divergences between the token probabilities of a teacher and those of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import kl_div, log_softmax
+
+from offload.engine.loss.batch import IGNORED, Batch, Chunk, next_labels
+from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs
+from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
+from offload.engine.loss.label_trials import find_base_model
+from offload.engine.loss.loss import Loss, Needs, select_inputs
+
+_PIECE_BYTES = 16 << 20
+"""Log-probabilities in fp32 at a time, in bytes: a divergence has some six tensors of this size with its graph."""
+
+_SAME_SHARE = 1e-2
+"""Allowed difference of logits in another order of sums, in bf16, as a share of the largest."""
+
+
+def divergence(log_probs: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence of each token (Agarwal et al. 2024, arXiv:2306.13649, section 2
+    and equation 1). `beta` 0: forward KL divergence, teacher || model. 1: reverse.
+
+    log_probs, teacher: log-probabilities, fp32 [tokens, vocabulary]. Result: nats, fp32 [tokens].
+    """
+    if beta == 0:
+        return _kl(teacher, log_probs)
+    if beta == 1:
+        return _kl(log_probs, teacher)
+    mixture = torch.logaddexp(log_probs + math.log1p(-beta), teacher + math.log(beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(log_probs, mixture)
+
+
+def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return KL(first || second), [tokens], from log-probabilities [tokens, vocabulary]."""
+    return kl_div(second, first, reduction="none", log_target=True).sum(1)
+
+
+class Distillation(Loss):
+    """Mean divergence from the probabilities of a teacher, in nats, over the tokens with a target.
+
+    teacher: a companion (`add_companion`), a causal model. beta: see `divergence`. temperature: divides the logits of
+    both. labels: share of the cross entropy of the labels in the loss, 0 to 1. The batch has `labels`, int64
+    [rows, tokens], which no model receives.
+    """
+
+    own: ClassVar[frozenset[str]] = frozenset({"labels"})
+
+    def __init__(self, teacher: nn.Module, beta: float = 0.5, temperature: float = 1.0, labels: float = 0.0) -> None:
+        super().__init__(Needs.MEAN)
+        self._teacher = teacher
+        self._beta = beta
+        self._temperature = temperature
+        self._labels = labels
+        self.in_chunks = find_base_model(teacher) is not None
+        """True if the head of the teacher runs in chunks too."""
+
+    def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss, 0-dim, from model outputs with the logits of all tokens."""
+        labels = next_labels(batch).flatten()
+        is_target = labels != IGNORED
+        with torch.no_grad():
+            of_teacher = self._teacher(**select_inputs(self._teacher, batch, self)).logits.flatten(0, 1)
+        term = partial(self._term, iter([of_teacher]))
+        values: torch.Tensor = _Terms.apply(outputs.logits.flatten(0, 1), labels.clamp(min=0), term)
+        return -(values * is_target).sum() / is_target.sum()
+
+    def term(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Term:
+        return partial(self._term, self._logits(select_inputs(self._teacher, inputs, self), batch, chunks))
+
+    @torch.no_grad()
+    def _logits(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[torch.Tensor]:
+        """Run the teacher below the head. Return its logits [tokens, vocabulary] of each chunk, to be computed then."""
+        teacher: Any = self._teacher
+        if not self.in_chunks:
+            logits = teacher(**inputs).logits.flatten(0, 1)
+            return (logits[chunk.places] for chunk in chunks)
+        base = find_base_model(teacher)
+        assert base is not None
+        head = ChunkedHead(teacher, base)
+        output = head.base_output(lambda: teacher(**inputs))
+        # Not a loop: its variable would hold the logits of a chunk while the next one runs.
+        return map(attrgetter("logits"), head.parts(HeadInputs(output, batch, chunks, term=_no_values)))
+
+    @torch.no_grad()
+    def try_chunks(self, batch: Batch) -> bool:
+        """Return whether the teacher's logits of half of the tokens, in another order, equal those of its own forward,
+        but for the order of sums. Call in a loss function of `Engine.evaluate`.
+        """
+        places = torch.arange(0, batch["labels"].numel(), 2, device=batch["labels"].device).flip(0)
+        inputs = select_inputs(self._teacher, batch, self)
+        wanted = self._teacher(**inputs).logits.flatten(0, 1)[places]
+        try:
+            found = next(self._logits(inputs, batch, [Chunk(places, len(places))]))
+        except (TypeError, KeyError, AttributeError):  # the base is not called, or has another output
+            return False
+        return found.shape == wanted.shape and bool((found - wanted).abs().max() <= _SAME_SHARE * wanted.abs().max())
+
+    def _term(
+        self,
+        of_teacher: Iterator[torch.Tensor],
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        slopes: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the negative divergence of each token, and the gradient of the logits. In pieces: fp32 numbers and the
+        graph exist for some tokens at a time.
+        """
+        with torch.no_grad():
+            teacher = next(of_teacher)
+        values = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+        gradient = None
+        if slopes is not None:
+            gradient = torch.empty_like(logits)
+        size = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
+        for rows in (slice(begin, begin + size) for begin in range(0, len(labels), size)):
+            leaf = logits.detach()[rows].float().requires_grad_(slopes is not None)
+            others = teacher[rows, : logits.shape[1]].float()  # beyond the tokens both have rows without a meaning
+            with torch.set_grad_enabled(slopes is not None):
+                own, other = (log_softmax(each / self._temperature, 1) for each in (leaf, others))
+                piece = -divergence(own, other, self._beta)
+            values[rows] = piece.detach()
+            if gradient is not None and slopes is not None:
+                gradient[rows] = torch.autograd.grad(piece, leaf, slopes[rows])[0]
+        if self._labels:
+            shares = 1 - self._labels, self._labels
+            label_values, label_gradient = log_probs_with_gradient(logits, labels, slopes)
+            values = shares[0] * values + shares[1] * label_values
+            if gradient is not None and label_gradient is not None:
+                gradient.mul_(shares[0]).add_(label_gradient, alpha=shares[1])
+        return values, gradient
+
+
+def _no_values(_logits: torch.Tensor, labels: torch.Tensor, _slopes: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+    return labels, None
+
+
+class _Terms(torch.autograd.Function):
+    """The terms of tokens, with the gradient that the term itself computes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, term: Term) -> torch.Tensor:
+        slopes = None
+        if ctx.needs_input_grad[0]:
+            slopes = torch.ones(labels.shape, dtype=torch.float32, device=logits.device)
+        values, gradient = term(logits, labels, slopes)
+        ctx.save_for_backward(gradient)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient.float() * slopes[:, None]).to(gradient.dtype), None, None

@@ -1,0 +1,134 @@
+"""The objective of distillation: a teacher beside the model, and a divergence as the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.app.config.config import Config
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, load_model_config, locate, max_positions, model_kind, vocab_size
+from offload.app.stored_model import TEACHER_MARK
+from offload.app.training.objectives import BuildModel, Objective, Say
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
+from offload.engine.engine import Engine
+from offload.engine.loss.batch import Batch
+from offload.errors import ConfigError, counted
+from offload.extras.adapters.over_base import mark_base
+from offload.extras.data.tokenizer import load_tokenizer
+from offload.extras.distill.losses import Distillation
+
+TEACHER = "teacher"
+"""Name of the teacher among the submodules of the trained model."""
+
+
+class FromTeacher(Objective):
+    """Next-token probabilities of a frozen teacher. The labels of the data decide which tokens count."""
+
+    name = "token probabilities of the teacher"
+
+    @classmethod
+    def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> FromTeacher:  # noqa: ARG003
+        if model_kind != "causal":
+            raise ConfigError(
+                f"train.method is distill, but the model is a {model_kind} one: only causal language models learn the "
+                "token probabilities of a teacher. Give a causal model, or set --train.method sft."
+            )
+        _check_tokens(str(config.distill.teacher), tokenizer)
+        return cls()
+
+    @classmethod
+    def companions(cls, config: Config, build: BuildModel) -> Mapping[str, BuiltModel]:
+        return {TEACHER: build(ModelSection(path=config.distill.teacher))}
+
+    @classmethod
+    def loss_over(cls, config: Config, companions: Mapping[str, BuiltModel], num_tokens: int) -> Distillation:
+        section, built = config.distill, companions[TEACHER]
+        _check_model(config, built.model, num_tokens)
+        if built.notes:  # such as a head with random weights
+            raise ConfigError(
+                f"distill.teacher is {section.teacher}, but {built.notes[0]} Set --distill.teacher to a folder with "
+                "all weights of a causal language model."
+            )
+        return Distillation(built.model, section.beta, section.temperature, section.labels)
+
+    def prepare(
+        self, config: Config, engine: Engine, data: Any, comm: Comm, folders: Sequence[Path], say: Say
+    ) -> tuple[Any, Mapping[str, bytes]]:
+        """Try the teacher's head over chunks of tokens, on a row of each rank. Return the mark of the teacher's files,
+        which a resumed run compares.
+        """
+        loss = self.loss
+        assert isinstance(loss, Distillation)
+        is_equal = True
+
+        def try_chunks(outputs: Any, batch: Batch) -> torch.Tensor:
+            nonlocal is_equal
+            is_equal = loss.try_chunks(batch)
+            return outputs.logits.sum() * 0.0
+
+        rows = data.batch_of("train", 0, engine.world_size, engine.rank, engine.world_size)
+        engine.evaluate(self.apply(rows, 0), try_chunks)
+        if comm.any(not is_equal, "trial of the teacher's head"):  # all ranks compute alike
+            loss.in_chunks = False
+            say(
+                "note: the teacher's forward does not run over chunks of hidden states: its logits of all tokens are "
+                "in device memory at once, and no plan counts them."
+            )
+        with share_failure(comm, "comparison of the teacher"):
+            return data, {TEACHER_MARK: _mark(config, folders)}
+
+
+def _mark(config: Config, folders: Sequence[Path]) -> bytes:
+    """Return a mark of the teacher's files. Raises ConfigError if the checkpoints in `folders` have another."""
+    section = ModelSection(path=config.distill.teacher)
+    mark = mark_base(section, load_model_config(section), config.run.seed).mark.encode()
+    for file in (folder / TEACHER_MARK for folder in folders):
+        if file.is_file() and file.read_bytes() != mark:
+            raise ConfigError(
+                f"{file.parent} is of a run with another teacher than {section.path}, or its files have changed since. "
+                "Set --distill.teacher to the teacher of that run, or begin a new run in another run.dir."
+            )
+    return mark
+
+
+def _check_model(config: Config, teacher: nn.Module, num_tokens: int) -> None:
+    """Raise ConfigError if the teacher has no probabilities for the tokens and rows of the run."""
+    path, architecture = config.distill.teacher, teacher.config
+    length, most = int(config.data.sequence_length or 0), max_positions(architecture)
+    reason = ""
+    if (kind := model_kind(architecture).name) != "causal":
+        reason = f"a {kind} model: only causal language models have probabilities of the next token"
+    elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
+        reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"
+    elif most is not None and length > most:
+        reason = f"which has positions for {most:,} tokens, but data.sequence_length is {length:,}"
+    if reason:
+        raise ConfigError(f"distill.teacher is {path}, {reason}. Set --distill.teacher to another model.")
+
+
+def _check_tokens(path: str, tokenizer: Any) -> None:
+    """Raise ConfigError if the tokenizer in the folder of the teacher gives tokens other numbers."""
+    folder = locate(ModelSection(path=path))
+    if tokenizer is None or folder is None:
+        return
+    try:
+        of_teacher = load_tokenizer(str(folder)).get_vocab()
+    except ConfigError:  # a folder of weights alone
+        return
+    own = tokenizer.get_vocab()
+    different = [token for token, number in own.items() if of_teacher.get(token) != number]
+    if different:
+        token = min(different, key=own.__getitem__)
+        there = of_teacher.get(token, "none")
+        raise ConfigError(
+            f"distill.teacher is {path}, whose tokenizer has other numbers for {counted(len(different), 'token')} of "
+            f"{len(own):,}, such as {token!r} ({own[token]} here, {there} there): its "
+            "probabilities would count for other tokens. Set --distill.teacher to a model with the same tokenizer, or "
+            "--data.tokenizer to that of the teacher."
+        )

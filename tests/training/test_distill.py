@@ -1,0 +1,321 @@
+"""Distillation: TRL's loss with both models resident, equal bits on all tiers, and runs from a folder."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from offload import SGD, Engine
+from offload.engine.companions import add_companion
+from offload.errors import ConfigError
+from offload.extras.data.tokenizer import train_bpe
+from offload.extras.distill.losses import Distillation
+from tests.engine.compare import weights
+from tests.engine.device import own_device, twin
+from tests.engine.inside import parts_of
+from tests.integrations.plain import needs
+from tests.run_folder import SHAPE
+from tests.training.conftest import HOST
+from tests.training.test_resume import make_folder
+
+VOCABULARY = 128
+CHUNKS = {"head_chunk_bytes": 8 * VOCABULARY * 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "chunks": CHUNKS,
+    "chunks, micro-batches, kept graphs": CHUNKS | {"micro_batch_size": 2, "recompute": "never"},
+}
+
+
+def student() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, initializer_range=0.3, use_cache=False))
+
+
+def teacher() -> Any:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "attention_dropout": 0.5}
+    return Qwen3ForCausalLM(
+        Qwen3Config(**sizes, **heads, vocab_size=VOCABULARY, initializer_range=0.3, use_cache=False)
+    )
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Return rows with prompts and padding: without labels."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCABULARY, (4, 24), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[3, 17:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:2, :9] = -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {key: value.to(own_device()) for key, value in batch.items()}
+
+
+def trained(model: Any, loss: Distillation, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of two steps, and the weights of the student after them."""
+    with Engine(model, SGD(lr=0.5), precision="fp32", max_grad_norm=None, **settings) as engine:
+        losses = [engine.step(rows(), loss).loss.item() for _ in range(2)]
+        own = {name: value for name, value in weights(engine).items() if not name.startswith("teacher.")}
+    return losses, own
+
+
+def both(frozen: Any = None, **options: Any) -> tuple[Any, Distillation]:
+    """Return a student with a teacher as a companion, and the loss."""
+    model, frozen = student(), frozen or teacher()
+    add_companion(model, "teacher", frozen)
+    return model.train(), Distillation(frozen, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_loss_and_weights_are_trls(beta: float, way: str) -> None:
+    """Break: swap teacher and model in `divergence`; let `model.train()` reach the teacher's dropout; count padding."""
+    needs("trl")
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    model, frozen, batch = twin(student()), twin(teacher()).eval(), rows()
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.5), []
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    for _ in range(2):
+        with torch.no_grad():
+            of_teacher = frozen(**inputs).logits[:, :-1]
+        divergence = GKDTrainer.generalized_jsd_loss(
+            model(**inputs).logits[:, :-1], of_teacher, batch["labels"][:, 1:], beta=beta, temperature=2.0
+        )
+        optimizer.zero_grad()
+        divergence.backward()
+        optimizer.step()
+        wanted.append(divergence.item())
+    losses, own = trained(*both(beta=beta, temperature=2.0), **WAYS[way])
+    assert losses == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
+
+
+def test_a_share_of_the_labels_is_their_cross_entropy() -> None:
+    """Break: give the labels the other share."""
+    losses = {share: trained(*both(beta=0.5, labels=share), **CHUNKS)[0][0] for share in (0.0, 0.25)}
+    model = student()
+    with Engine(model, SGD(lr=0.5), precision="fp32", max_grad_norm=None) as engine:
+        of_labels = engine.step(rows()).loss.item()
+    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * of_labels, rel=1e-6)
+
+
+class Bare(nn.Module):
+    """A teacher without a base model, whose forward alone has logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = teacher()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def test_a_teacher_without_a_base_model_has_logits_of_all_tokens() -> None:
+    """Break: take the head in chunks without a look at the base model."""
+    wanted, _ = trained(*both(), **CHUNKS)
+    losses, _ = trained(*both(Bare()), **CHUNKS)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_teacher_has_the_logits_of_one_chunk_at_a_time() -> None:
+    """Break: yield the chunks from a loop, whose variable keeps the last one."""
+    model, loss = both()
+    alive: list[int] = []
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    def watch(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        if logits.shape[1] == 8:  # a chunk
+            alive.append(sum(ref() is not None for ref in refs))
+            refs.append(weakref.ref(logits))
+
+    loss._teacher.lm_head.register_forward_hook(watch)
+    trained(model, loss, **CHUNKS)
+    assert len(alive) > 8
+    assert max(alive) == 0
+
+
+@pytest.mark.parametrize("settings", [CHUNKS, {}], ids=["chunks", "whole"])
+def test_a_batch_without_a_target_is_refused(settings: Any) -> None:
+    """Break: let the mean over no tokens be NaN."""
+    model, loss = both()
+    batch = {**rows(), "labels": torch.full_like(rows()["labels"], -100)}
+    with Engine(model, SGD(lr=0.5), **settings) as engine, pytest.raises(ConfigError, match="the batch has no target"):
+        engine.step(batch, loss)
+
+
+def test_a_teacher_in_bf16_leaves_an_fp32_model_in_the_precision_of_the_run() -> None:
+    """A model with weights in both dtypes has fp32 for a reason. Break: look at the dtypes of both models at once."""
+    model, loss = both(teacher().bfloat16())
+    with Engine(model, SGD(lr=0.5), precision="bf16") as engine:
+        engine.step(rows(), loss)
+        assert {info.compute for info in parts_of(engine).infos if not info.companion} == {"bf16"}
+
+
+def test_a_companion_is_in_no_checkpoint_and_no_export(tmp_path: Path) -> None:
+    """The student is stored as if it had been alone. Break: leave out `without_companions`."""
+    model, loss = both()
+    with Engine(model, SGD(lr=0.5), precision="fp32") as engine:
+        engine.step(rows(), loss)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.export(tmp_path / "export")
+        wanted = weights(engine)
+    with safe_open(tmp_path / "export" / "model.safetensors", "pt") as file:
+        assert not any(name.startswith("teacher.") for name in file.keys())  # noqa: SIM118
+    alone = student()
+    with Engine(alone, SGD(lr=0.5), precision="fp32") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert all(torch.equal(value, wanted[name]) for name, value in weights(engine).items())
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "export").lm_head.weight, wanted["lm_head.weight"])
+
+
+def test_a_name_in_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has an attribute 'model' already"):
+        add_companion(student(), "model", nn.Linear(2, 2))
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_folder("llama", tmp_path / "base")
+    return tmp_path / "base"
+
+
+def asked(folder: Path, **more: Any) -> dict[str, Any]:
+    own = {"data__tokenizer": str(folder), "train__method": "distill", "distill__teacher": str(folder)}
+    return own | {"train__steps": 4, "optimizer__lr": 3e-3, **HOST} | more
+
+
+@pytest.mark.parametrize("frozen_weights", ["exact", "nf4"])
+def test_a_run_learns_resumes_and_exports(run: Any, folder: Path, tmp_path: Path, frozen_weights: str) -> None:
+    """The teacher may have moved. Break: leave the teacher out of `fill`; save the teacher in a checkpoint; count it
+    among the weights of the run.
+    """
+    if frozen_weights == "nf4":
+        write_wide(folder)
+    coded = {"offload__frozen_weights": frozen_weights}
+    _, lines, out = run("run", **asked(folder, checkpoint__every=2, checkpoint__keep=4, **coded))
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < losses[0]
+    assert "token probabilities of the teacher" in out
+    stored = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert f"LlamaForCausalLM, {sum(each.numel() for each in stored.values()):,} parameters" in out
+    moved, folder = folder, tmp_path / "moved"
+    moved.rename(folder)
+    saved = str(tmp_path / "run" / "checkpoints" / "step-2")
+    _, more, _ = run("more", **asked(folder, checkpoint__resume=saved, **coded))
+    assert [line["loss"] for line in more] == losses[2:]
+    one, other = (tmp_path / name / "hf" / "model.safetensors" for name in ("run", "more"))
+    assert one.read_bytes() == other.read_bytes()
+    weights_file = folder / "model.safetensors"
+    save_file({name: each + 1 for name, each in load_file(weights_file).items()}, weights_file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"step-2 is of a run with another teacher than .*moved"):
+        run("other", **asked(folder, checkpoint__resume=saved, **coded))
+
+
+def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Both heads stay on the device over the chunks. Break: leave the heads out of `_slots`."""
+    own = {"offload__device_memory": "1MiB", "train__head_chunk_bytes": 16 * 384 * 4, "train__recompute": "always"}
+    _, lines, _ = run("run", **asked(folder, **own, train__steps=5))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    for link, num_bytes in plan["lane_bytes"].items():
+        assert lines[-1][f"{link}_bytes"] == num_bytes, link
+    device = plan["tiers"]["device"]["bytes"] + plan["lent_bytes"]
+    assert lines[-1]["peak_device_bytes"] == pytest.approx(device, rel=0.02)
+
+
+def write_wide(folder: Path) -> None:
+    """Write a model with matrices of at least 4096 elements, the fewest in codes."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=384)).save_pretrained(folder)
+
+
+def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path) -> None:
+    """Base and teacher in nf4. Break: leave the codecs of the teacher out of `quantized`."""
+    write_wide(folder)
+    coded = {"offload__frozen_weights": "nf4", "lora__rank": 4}
+    _, lines, out = run("run", **asked(folder, model__path=str(folder), **coded))
+    assert len(lines) == 4
+    assert "28 frozen parameters are stored in nf4" in out
+
+
+def other_tokens(folder: Path) -> Path:
+    """Write a tokenizer trained on another text."""
+    train_bpe([f"{number} sheep" for number in range(300)], 384).save_pretrained(folder / "other")
+    return folder / "other"
+
+
+def test_a_teacher_whose_head_needs_all_tokens(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: leave out the trial of the teacher's head; try all tokens of a row, in their order."""
+    chunks = {"train__head_chunk_bytes": 16 * 384 * 4}
+    _, wanted, _ = run("whole", **asked(folder))
+    forward = LlamaForCausalLM.forward
+
+    def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, **kwargs)
+        if outputs.logits.shape[1] != 32 and not self.training:  # a chunk of the teacher
+            outputs.logits = outputs.logits + torch.arange(384)
+        return outputs
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    _, lines, out = run("run", **asked(folder, **chunks))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
+    assert "does not run over chunks" in out
+
+
+def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: leave out a refusal."""
+    with pytest.raises(ConfigError, match=r"distill\.teacher is not set"):
+        run("run", **asked(folder, distill__teacher=None))
+    with pytest.raises(ConfigError, match="train.method sft has no teacher"):
+        run("run", **asked(folder, train__method="sft"))
+    with pytest.raises(ConfigError, match=r"other numbers for \d+ tokens of 384, such as"):
+        run("run", **asked(folder, data__tokenizer=str(other_tokens(tmp_path))))
+    own = asked(folder, model__preset="tiny")
+    with pytest.raises(ConfigError, match="probabilities for 384 tokens, but the model has 2,048"):
+        run("run", without=("model__path",), **own)
+    with pytest.raises(ConfigError, match="a teacher does not share rows over ranks"):
+        run("run", **asked(folder, train__sequence_parallel=2))
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=384, max_position_embeddings=64)).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"positions for 64 tokens, but data\.sequence_length is 96"):
+        run("run", **asked(folder, data__sequence_length=96))
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"not in the files, and initialised at random .* all weights"):
+        run("run", **asked(folder))
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=384, **SHAPE)).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="a masked model: only causal"):
+        run("run", **asked(folder))
+
+
+def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path) -> None:
+    """Break: test the trained model alone."""
+    packed = {"data__packing": True, "data__packing_isolated": True}
+    run("run", **asked(folder, **packed))
+    make_folder("mamba", folder)
+    with pytest.raises(ConfigError, match="data.packing_isolated is true, but .* documents in a row would not be"):
+        run("other", **asked(folder, **packed))
