@@ -34,7 +34,7 @@ EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-compared wheels soak fuzz lint type bench
-.PHONY: mutations real-size sanitize check clean offline upstream docs wheel bits shape
+.PHONY: mutations flaky real-size sanitize check clean offline upstream docs wheel bits shape
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -55,6 +55,7 @@ help:
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make mutations break the engine on purpose, in each of many ways: tests of the quick run have to fail (ARGS=\"NAME ...\")"
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
+	@echo "make flaky     the test files changed since main, ten times in random orders (ARGS=\"--since HEAD~5 --runs 3\")"
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make real-size models of 3 to 120 G parameters on this machine, beside their plans (PART=\"3b 8b\" FOLDER=/data)"
 	@echo "make build     the C++ kernels again, after an edit"
@@ -193,6 +194,9 @@ mutations: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
 upstream: $(READY)
+flaky: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.flaky $(ARGS)
+
 	@set -e; for suite in transformers trl peft accelerate; do test ! -d $(SUITES)/$$suite || \
 	  $(BIN)/python -m tests.upstream $(SUITES)/$$suite --suite $$suite $(ARGS) || failed=1; done; exit $${failed-0}
 

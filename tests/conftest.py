@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests import accelerator, forks, mutations
+from tests.flaky import shuffle
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before the torch import; otherwise a busy machine is slow
 
@@ -55,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--slow-turn", type=int, metavar="N", help=f"of slow tests only share N, of {SLOW_SHARES}: N may be any number"
     )
+    group.addoption("--order-seed", type=int, metavar="N", help="shuffle files, and the tests in each (tests/flaky.py)")
     group.addoption("--slow", choices=("all", "compute", "copies"), default="all", help="of which sides")
 
 
@@ -118,11 +120,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     With a time limit for slow tests, shuffle the files, so that no test is always beyond the limit.
     """
-    if config.option.slow_within is not None:
-        files = list(dict.fromkeys(item.path for item in items))
+    if config.option.order_seed is not None:
+        shuffle(items, random.Random(config.option.order_seed), in_files=True)
+    elif config.option.slow_within is not None:
         # equal order for all workers
-        random.Random(getattr(config, "workerinput", {}).get("testrunuid")).shuffle(files)
-        items.sort(key=lambda item: files.index(item.path))
+        shuffle(items, random.Random(getattr(config, "workerinput", {}).get("testrunuid")))
     turn = config.option.slow_turn
     if turn is not None:
         kept, others = list[pytest.Item](), list[pytest.Item]()

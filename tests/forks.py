@@ -204,6 +204,13 @@ def run_ranks(
     return [subprocess.CompletedProcess(words, each.wait(), *text) for each, text in zip(started, printed, strict=True)]
 
 
+def run_tests(words: Sequence[str], timeout: float) -> tuple[int, str]:
+    """Run pytest in a forked process. Return the exit code and the output. Raises subprocess.TimeoutExpired."""
+    how = ["--tb=line", "-rfE", "-p", "no:cacheprovider", "-W", "ignore"]
+    done = run(["-m", "pytest", *how, *words], timeout=timeout, env={**os.environ, "COLUMNS": "200"})
+    return done.returncode, done.stdout + done.stderr
+
+
 class _Server:
     """A fork server for this test session. Ends with the creator; other processes can `connect`."""
 

@@ -10,7 +10,6 @@ All named tests must belong to the quick run, and failed tests must pass without
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests import forks
+from tests.forks import run_tests
 from tests.mutations import Mutation, list_mutations
 
 PATIENCE_S = 600
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def find_stranger(tests: Iterable[str]) -> str:
     """Return the first test outside the quick run, or ""."""
-    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})])
+    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})], PATIENCE_S)
     collected = {line.partition("[")[0] for line in out.splitlines()}
     return next(
         (test for test in sorted(tests) if not any(f"{one}::".startswith(f"{test}::") for one in collected)), ""
@@ -106,7 +106,7 @@ def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
     """Run the tests with the mutation until one fails."""
     begin = time.monotonic()
     try:
-        code, out = run_tests(["-x", "--mutation", mutation.name, *tests])
+        code, out = run_tests(["-x", "--mutation", mutation.name, *tests], PATIENCE_S)
     except subprocess.TimeoutExpired:
         return Outcome(mutation, time.monotonic() - begin, trouble=f"the tests hang, after {PATIENCE_S} s\n")
     seconds, failed = time.monotonic() - begin, _SUMMARY.search(out)
@@ -115,13 +115,6 @@ def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
     if code == _FAILED and failed:
         return Outcome(mutation, seconds, failed[1], failed[2] or "")
     return Outcome(mutation, seconds, trouble=f"{out[-2000:]}\n")
-
-
-def run_tests(words: Sequence[str], timeout: float = PATIENCE_S) -> tuple[int, str]:
-    """Run pytest in a forked process. Return the exit code and the output."""
-    how = ["--tb=line", "-rfE", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = forks.run(["-m", "pytest", *how, *words], timeout=timeout, env={**os.environ, "COLUMNS": "200"})
-    return done.returncode, done.stdout + done.stderr
 
 
 if __name__ == "__main__":

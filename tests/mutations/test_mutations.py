@@ -48,7 +48,7 @@ def test_the_command_tells_what_was_not_found(
 ) -> None:
     (test,) = list_mutations()[NAME].found_by
 
-    def played(words: Sequence[str], timeout: float = 0) -> tuple[int, str]:
+    def played(words: Sequence[str], timeout: float) -> tuple[int, str]:
         if "--collect-only" in words:
             return 0, f"{test}::test_y[1]" if collected else "nothing"
         if "--mutation" not in words:
