@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.accelerator.control import H200, RTX_4090, Cost
+from tests.accelerator.control import Cost
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
@@ -113,22 +113,6 @@ def test_scales_play_large_shapes(sim):
     assert times[1][1] / times[0][1] == pytest.approx(4, rel=1e-2)
 
 
-@pytest.mark.parametrize(("cost", "ratio"), [(H200, 989e12 / 55e9), (RTX_4090, 165e12 / 25e9)], ids=["h200", "4090"])
-def test_presets_have_the_ratios_of_their_devices(sim, cost, ratio):
-    x = torch.zeros(256, 256, dtype=torch.bfloat16, device="sim")
-    up, data = torch.zeros(1 << 20, pin_memory=True), torch.zeros(1 << 20, device="sim")
-    torch.accelerator.synchronize()
-    sim.set_cost(cost.scaled(flops=1e5, num_bytes=1))
-    sim.reset_counters()
-    x @ x
-    data.copy_(up, non_blocking=True)
-    torch.accelerator.synchronize()
-    busy = sim.busy_seconds()
-    flops_per_s = 2 * 256**3 * 1e5 / (busy["compute"] - cost.kernel_latency_s)
-    bytes_per_s = 4 * (1 << 20) / (busy["to_device"] - cost.copy_latency_s)
-    assert flops_per_s / bytes_per_s == pytest.approx(ratio, rel=1e-6)
-
-
 def test_kernels_that_compute_nothing(sim):
     data = torch.zeros(100, device="sim")
     torch.accelerator.synchronize()
@@ -142,10 +126,3 @@ def test_kernels_that_compute_nothing(sim):
     assert set(host.tolist()) == {7}
     sim.set_computing(True)
     assert set(data.tolist()) == {0}
-
-
-def test_results_have_the_same_bits_under_a_model(sim):
-    x = torch.randn(8, 8)
-    sim.set_cost(RTX_4090)
-    on_device = x.to("sim")
-    assert torch.equal((on_device @ on_device).softmax(-1).cpu(), (x @ x).softmax(-1))

@@ -54,30 +54,6 @@ def test_a_freed_block_is_used_again_on_its_stream(sim):
         assert torch.empty(1000, device=DEVICE).data_ptr() != address
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_record_stream_keeps_memory_for_another_stream(sim, is_recorded):
-    """Without `record_stream`, the block is reused before the other stream has read the data."""
-    other = torch.Stream(DEVICE)
-    data = torch.full((1000,), 3.0, device=DEVICE)
-    other.wait_stream(torch.accelerator.current_stream())
-    with sim.held(other):
-        with other:
-            read = data.clone()
-        if is_recorded:
-            data.record_stream(other)
-        address = data.data_ptr()
-        del data
-        again = torch.full((1000,), 7.0, device=DEVICE)
-        assert (again.data_ptr() == address) is not is_recorded
-        torch.accelerator.current_stream().synchronize()
-    with other:
-        assert set(read.tolist()) == ({3.0} if is_recorded else {7.0})
-    del again
-    torch.accelerator.synchronize()
-    blocks = [torch.empty(1000, device=DEVICE) for _ in range(3)]  # all blocks are free by now
-    assert address in {block.data_ptr() for block in blocks}
-
-
 def test_memory_that_nobody_wrote_is_nan(sim):
     data = torch.empty(1000, device=DEVICE)
     assert data.isnan().all()
@@ -183,43 +159,6 @@ def test_a_retry_waits_for_recorded_streams(sim):
     assert again.sum().item() == 0
 
 
-def test_a_fraction_of_the_memory(sim):
-    total = torch.sim.mem_get_info()[1]
-    torch.sim.set_per_process_memory_fraction(16 * MIB / total)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(18 * MIB, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match="fraction"):
-        torch.sim.set_per_process_memory_fraction(1.5)
-
-
-def test_contexts_come_with_the_first_use_in_a_thread(loaded):
-    """A thread starts on device 0. Waiting there for an event of another device creates a context."""
-    done = child(
-        """
-        import threading
-        seen = []
-        look = lambda: seen.append((sim.has_context(0), sim.has_context(1)))
-        look()
-        torch.accelerator.set_device_index(1)
-        x = torch.ones(4, device="sim")
-        event = torch.accelerator.current_stream().record_event()
-        look()
-        def careful():
-            torch.accelerator.set_device_index(1)
-            event.synchronize()
-        for work in (careful, event.synchronize):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            look()
-        print(seen)
-        """,
-        devices=2,
-    )
-    assert done.returncode == 0, done.stderr
-    assert eval(done.stdout) == [(False, False), (False, True), (False, True), (True, True)]
-
-
 def test_a_forked_child_cannot_go_on(loaded):
     done = child(
         """
@@ -253,10 +192,3 @@ def test_threads_allocate_side_by_side(sim):
     for thread in threads:
         thread.join()
     assert found == {True}
-
-
-def test_addresses_are_not_the_hosts(sim):
-    data = torch.arange(4.0, device=DEVICE)
-    with pytest.raises(TypeError, match="numpy"):
-        data.numpy()
-    assert data[1:].data_ptr() == data.data_ptr() + 4

@@ -11,39 +11,6 @@ from tests.accelerator.build import build
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 
-def test_torch_accelerator(sim):
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.current_accelerator() == torch.device("sim")
-    assert torch.accelerator.device_count() == torch.sim.device_count() == 2
-    assert torch.get_device_module("sim") is torch.sim
-    assert torch.get_device_module() is torch.sim
-    with torch.accelerator.device_index(1):
-        assert torch.empty(1, device="sim").device.index == 1
-    with torch.sim.device("sim:1"):
-        assert torch.sim.current_device() == 1
-    assert torch.sim.current_device() == 0
-    assert torch.sim.get_device_properties(0).total_memory == torch.accelerator.get_memory_info()[1]
-    with pytest.raises(RuntimeError, match="invalid device ordinal: 7"):
-        torch.accelerator.set_device_index(7)
-
-
-def test_streams_and_events_of_the_module(sim):
-    stream = torch.sim.Stream()
-    with torch.sim.stream(stream):
-        assert torch.sim.current_stream() == stream
-        event = torch.sim.Event(enable_timing=True, blocking=True)
-        event.record()
-        event.wait(torch.sim.default_stream())
-    event.synchronize()
-    later = torch.sim.Event(enable_timing=True)
-    later.record()
-    torch.sim.synchronize()
-    assert event.query()
-    assert event.elapsed_time(later) >= 0
-    assert torch.sim.current_stream() == torch.sim.default_stream()
-    assert torch.sim.Stream("sim:1").device == torch.device("sim:1")
-
-
 def test_moving_modules_and_tensors(sim):
     layer = torch.nn.Linear(3, 2)
     weight = layer.weight.detach().clone()
@@ -127,16 +94,6 @@ def test_autocast(sim):
     on_cpu = x.cpu().bfloat16() @ weight.detach().cpu().bfloat16().t()
     assert torch.equal(low.cpu(), on_cpu)
     assert (x @ x).dtype == torch.float32
-
-
-def test_gradient_scaling(sim):
-    scaler = torch.amp.GradScaler("sim", init_scale=8.0)
-    weight = torch.nn.Parameter(torch.ones(2, device="sim"))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.tolist() == [0, 0]
 
 
 def test_nothing_is_built_twice(sim):

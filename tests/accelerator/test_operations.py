@@ -29,37 +29,18 @@ def index(x, values):
     return torch.tensor(values, device=x.device)
 
 
-OPS = {
+OPS = {  # of each way through the simulation one: in place, views, several results, lists, kernels of its own, waits
     "add": lambda x, y: x + y * 2 - 0.5,
-    "divide": lambda x, y: x / (y.abs() + 1),
     "broadcast": lambda x, y: x + y,
     "in_place": lambda x: x.clone().mul_(2).add_(1).relu_(),
     "where": lambda x: torch.where(x > 0, x, x * 0.1),
-    "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
-    "clamp": lambda x: x.clamp(-0.5, 0.5),
-    "powers": lambda x: x.pow(2) + x.abs().sqrt() + x.abs().add(1).log(),
-    "exponentials": lambda x: torch.exp(x) + torch.tanh(x) + torch.sigmoid(x),
-    "gelu": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"),
-    "silu": lambda x: F.silu(x) + F.softplus(x),
-    "sin": lambda x: x.sin() * x.cos(),
     "sum": lambda x: x.sum(-1) + x.mean(-1),
-    "variance": lambda x: x.var(-1) + x.std(-1),
-    "norm": lambda x: x.norm() + torch.linalg.vector_norm(x, dim=-1),
     "maximum": lambda x: x.max(-1).values + x.amax(-1) + x.min(-1).values,
-    "cumulative": lambda x: x.cumsum(-1) + x.cumprod(0),
     "sort": lambda x: x.sort(-1).values + x.topk(8, -1).values,
     "softmax": lambda x: torch.softmax(x, -1) + torch.log_softmax(x, 0),
-    "logsumexp": lambda x: x.logsumexp(-1),
     "matmul": lambda x, y: x @ y,
-    "batched": lambda x, y: torch.bmm(x, y),
     "linear": lambda x, w, b: F.linear(x, w, b),
-    "linear_3d": lambda x, w, b: F.linear(x, w, b),
-    "einsum": lambda x, y: torch.einsum("bij,bjk->bik", x, y),
-    "outer": lambda x, y: torch.outer(x, y),
     "layer_norm": lambda x, w, b: F.layer_norm(x, (8,), w, b),
-    "rms_norm": lambda x, w: F.rms_norm(x, (8,), w),
-    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
-    "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
     "attention": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
     "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
@@ -67,59 +48,32 @@ OPS = {
         q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.bool, device=q.device).tril()
     ),
     "conv1d": lambda x, w, b: F.conv1d(x, w, b, padding=2, groups=2),
-    "conv2d": lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
     "conv_transpose": lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
-    "max_pool": lambda x: F.max_pool2d(x, 2),
-    "average_pool": lambda x: F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 3),
-    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
-    "pad": lambda x: F.pad(x, (1, 2, 0, 1)) + F.pad(x, (1, 2, 0, 1), value=1.0),
     "embedding": lambda w: F.embedding(index(w, [[0, 3], [5, 0]]), w),
-    "embedding_padded": lambda w: F.embedding(index(w, [1, 2, 1]), w, padding_idx=1),
     "cross_entropy": lambda x: F.cross_entropy(x, index(x, [0, 1, -100, 3, 4, 5])),
-    "cross_entropy_sum": lambda x: F.cross_entropy(
-        x, index(x, [0, 1, 2, 3, 4, 5]), reduction="sum", label_smoothing=0.1
-    ),
-    "mse": lambda x, y: F.mse_loss(x, y) + F.l1_loss(x, y) + F.smooth_l1_loss(x, y),
-    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
-    "kl": lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
-    "gather": lambda x: x.gather(1, index(x, [[0, 1], [2, 3]])),
-    "scatter": lambda x, y: x.scatter(1, index(x, [[0, 1], [2, 3]]), y[:2, :2]),
     "scatter_add": lambda x, y: x.scatter_add(0, index(x, [[0, 1], [0, 1]]), y),
-    "index_select": lambda x: x.index_select(0, index(x, [0, 2, 2])),
     "index": lambda x: x[index(x, [0, 2, 2])] + x[:3][:, index(x, [1, 1, 0, 2, 3, 4, 5, 6])],
     "index_put": lambda x, y: x.clone().index_put_((index(x, [0, 2]),), y[:2]),
-    "index_add": lambda x, y: x.clone().index_add_(0, index(x, [1, 1]), y[:2]),
     "mask_index": lambda x: x[x > 0],
-    "mask_assign": lambda x, y: x.clone().masked_scatter_(x > 0, y),
     "views": lambda x: x.view(2, 3, 8).transpose(0, 1)[:, :, ::2].reshape(-1).unfold(0, 4, 2).permute(1, 0).flatten(),
     "cat": lambda x, y: torch.cat([x, y, x], 1) + torch.stack([y, x, y], 1).flatten(1),
     "split": lambda x: torch.cat(list(x.split([2, 6], 1))[::-1], 1) + torch.cat(x.chunk(4, 1), 1),
     "repeat": lambda x: x.repeat(2, 2) + x.expand(1, 6, 8).repeat_interleave(2, 1).repeat(1, 1, 2)[0],
-    "flip": lambda x: x.flip(0).roll(2, 1).tril().triu(-3),
     "casts": lambda x: x.to(torch.float64).mul(3).to(torch.bfloat16).float() + x.half().float(),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.float().view(6, 4, 2)) * (1 + 2j)),
     "conjugate": lambda x: torch.view_as_real(
         torch.view_as_complex(x.float().view(6, 4, 2)).conj().transpose(0, 1) * (1 + 2j)
     ).contiguous(),
-    "shifts": lambda x: x * ((index(x, [8, 9]) << 2) >> 3).sum() + x * index(x, [1]).bitwise_left_shift(2),
     "arange": lambda x: x * torch.arange(8, device=x.device) + torch.linspace(0, 1, 8, device=x.device).to(x.dtype),
     "solve": lambda x, y: torch.linalg.solve(x.float() + 10 * torch.eye(6, device=x.device), y.float()),
-    "glu": lambda x: F.glu(x) * F.leaky_relu(x[:, :4], 0.2),
-    "distance": lambda x, y: torch.cdist(x.float(), y.float()) + F.cosine_similarity(x, y).float(),
 }
 ATTENTION = [(2, 4, 6, 8)] * 3
 SIZES = {
-    "add": [(6, 8)] * 2, "divide": [(6, 8)] * 2, "broadcast": [(6, 1), (1, 8)], "matmul": [(6, 8), (8, 5)],
-    "batched": [(3, 4, 5), (3, 5, 6)], "linear": [(6, 8), (5, 8), (5,)], "linear_3d": [(2, 3, 8), (5, 8), (5,)],
-    "einsum": [(3, 4, 5), (3, 5, 6)], "outer": [(5,), (6,)], "layer_norm": [(6, 8), (8,), (8,)],
-    "rms_norm": [(6, 8), (8,)], "group_norm": [(3, 4, 5), (4,), (4,)], "batch_norm": [(6, 4, 5), (4,), (4,)],
-    "attention": ATTENTION, "causal": ATTENTION, "masked": ATTENTION,
-    "grouped": [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "conv1d": [(2, 4, 9), (6, 2, 3), (6,)],
-    "conv2d": [(2, 3, 8, 8), (4, 3, 3, 3), (4,)], "conv_transpose": [(2, 4, 5), (4, 3, 3), (3,)],
-    "max_pool": [(2, 3, 6, 6)], "average_pool": [(2, 3, 6, 6)], "interpolate": [(1, 2, 3, 3)],
-    "mse": [(6, 8)] * 2, "bce": [(6, 8)] * 2, "kl": [(6, 8)] * 2, "scatter": [(6, 8)] * 2,
-    "scatter_add": [(6, 8), (2, 2)], "index_put": [(6, 8)] * 2, "index_add": [(6, 8)] * 2,
-    "mask_assign": [(6, 8)] * 2, "cat": [(6, 8)] * 2, "solve": [(6, 6), (6, 2)], "distance": [(6, 8)] * 2,
+    "add": [(6, 8)] * 2, "broadcast": [(6, 1), (1, 8)], "matmul": [(6, 8), (8, 5)],
+    "linear": [(6, 8), (5, 8), (5,)], "layer_norm": [(6, 8), (8,), (8,)], "attention": ATTENTION,
+    "causal": ATTENTION, "masked": ATTENTION, "grouped": [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)],
+    "conv1d": [(2, 4, 9), (6, 2, 3), (6,)], "conv_transpose": [(2, 4, 5), (4, 3, 3), (3,)],
+    "scatter_add": [(6, 8), (2, 2)], "index_put": [(6, 8)] * 2, "cat": [(6, 8)] * 2, "solve": [(6, 6), (6, 2)],
 }  # fmt: skip
 
 
@@ -134,8 +88,6 @@ def run(op, given, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPS)
 def test_bits(sim, name, dtype):
-    if name == "average_pool" and dtype == torch.bfloat16:
-        name = "max_pool"  # 2 by 2 and 3 by 3 pool to one size only in this shape; one case is enough
     given = inputs(name, dtype)
     expected = run(OPS[name], given, "cpu")
     sim.set_jitter(200, seed=1)
@@ -147,9 +99,7 @@ def test_bits(sim, name, dtype):
 def test_operations_do_not_wait(sim):
     """Exceptions are operations with a result needed on the host."""
     x = numbers(6, 8).to("sim").requires_grad_()
-    waiting = {"mask_index", "mask_assign", "solve", "index", "gather", "scatter", "scatter_add", "index_select"}
-    waiting |= {"shifts", "cumulative"}  # the backward looks for zeros
-    waiting |= {"index_put", "index_add", "embedding", "embedding_padded", "cross_entropy", "cross_entropy_sum"}
+    waiting = {"mask_index", "solve", "index", "scatter_add", "index_put", "embedding", "cross_entropy"}
     torch.accelerator.synchronize()
     for name in sorted(set(OPS) - waiting):
         leaves = [each.to("sim").requires_grad_() for each in inputs(name, torch.float32)]
@@ -222,17 +172,15 @@ def test_a_host_tensor_as_index(sim):
     assert torch.equal(found.cpu(), x.cpu()[order])
 
 
-@pytest.mark.parametrize("foreach", [False, True, "fused"])
-@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD])
-def test_optimizers(sim, algorithm, foreach):
+@pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers(sim, kind):
     def steps(device):
         weights = [numbers(5, 3, seed=number).to(device).requires_grad_() for number in range(3)]
-        kind = {"fused": True} if foreach == "fused" else {"foreach": foreach}
-        optimizer = algorithm(weights, lr=0.1, weight_decay=0.1, **kind)
+        optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, **kind)
         for step in range(3):
             for number, weight in enumerate(weights):
                 weight.grad = numbers(5, 3, seed=10 * step + number).to(device)
-            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=bool(foreach))
+            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=kind != {"foreach": False})
             optimizer.step()
         return [norm.cpu(), *(weight.detach().cpu() for weight in weights)]
 
@@ -255,55 +203,6 @@ def test_what_the_cpu_has_no_kernel_for_is_refused(sim):
     layer = torch.nn.LSTM(4, 5).to("sim")  # torch uses a fused cell on devices
     with pytest.raises(NotImplementedError, match="CPU kernels, and there is none for aten::_thnn_fused_lstm_cell"):
         layer(numbers(2, 3, 4).to("sim"))
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_llama_trains_bit_by_bit(sim, dtype, attention):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, attn_implementation=attention,
-    )  # fmt: skip
-    batches = [torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(step)) for step in range(3)]
-
-    def train(device):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(dtype).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        losses = []
-        for batch in batches:
-            loss = model(input_ids=batch.to(device), labels=batch.to(device)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, [weight.detach().cpu() for weight in model.parameters()]
-
-    expected = train("cpu")
-    sim.set_jitter(300, seed=2)
-    found = train("sim")
-    assert found[0] == expected[0]
-    assert all(torch.equal(left, right) for left, right in zip(found[1], expected[1], strict=True))
-
-
-def test_checkpointed_activations_under_autocast(sim):
-    weight = numbers(8, 8).to("sim").requires_grad_()
-
-    def block(x):
-        return F.dropout(x @ weight, 0.5).relu()
-
-    def grads(checkpointed):
-        torch.manual_seed(3)
-        weight.grad = None
-        x = numbers(4, 8).to("sim")
-        with torch.autocast("sim", dtype=torch.bfloat16):
-            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
-        y.float().sum().backward()
-        return weight.grad.cpu()
-
-    assert torch.equal(grads(True), grads(False))
 
 
 def test_operators_whose_names_end_as_those_in_place_do():

@@ -10,6 +10,7 @@ import torch
 from benchmarks import overhead
 from offload import AdamW, Engine
 from tests.accelerator.control import Control
+from tests.matrix import quick
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
@@ -25,7 +26,7 @@ counts_of = cache(overhead.counts_of)
 """Two tests look at one counted step of a deep engine, with the same jitter."""
 
 
-@pytest.mark.parametrize("case", overhead.CASES)
+@pytest.mark.parametrize("case", quick(overhead.CASES, ["recompute", "activations on the host"]))
 def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(overhead, "SHALLOW", 2)
     monkeypatch.setattr(overhead, "DEEP", NUM_LAYERS)
@@ -39,7 +40,7 @@ def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytes
     assert found["operation_waits"] == found["pageable_copies"] == 0
 
 
-@pytest.mark.parametrize("case", overhead.CASES)
+@pytest.mark.parametrize("case", quick(overhead.CASES, ["recompute", "activations on the host"]))
 def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str) -> None:
     sim.set_jitter(200, 1)
     _, calls = counts_of(sim, overhead.engine_steps, case, NUM_LAYERS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload import parity
+from tests.matrix import quick
 from tests.run_folder import write_shape, write_text
 from tests.training.conftest import SHAPES
 
@@ -16,23 +17,24 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.device_memory", "16MiB")
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_judged_by_bits"),
-    [
-        (("--train.max_grad_norm", "none", "--offload.update", "cpu", *HOST), True),
-        (("--train.max_grad_norm", "none", "--offload.update", "device", *HOST), True),
-        (("--train.max_grad_norm", "none", "--train.precision", "fp32"), True),
-        (("--offload.update", "cpu", *HOST), False),
-    ],
-    ids=str,
-)
+UNCLIPPED = ("--train.max_grad_norm", "none")
+CASES = {
+    "updates on the host": ((*UNCLIPPED, "--offload.update", "cpu", *HOST), True),
+    "updates on the device": ((*UNCLIPPED, "--offload.update", "device", *HOST), True),
+    "fp32": ((*UNCLIPPED, "--train.precision", "fp32"), True),
+    "clipped": (("--offload.update", "cpu", *HOST), False),
+}
+"""Settings, and whether both sides should have the same bits."""
+
+
+@pytest.mark.parametrize("name", quick(CASES, ["updates on the device", "clipped"]))
 def test_an_accelerator_has_the_bits_of_plain_pytorch_on_it(
-    settings: tuple[str, ...],
-    is_judged_by_bits: bool,
+    name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    settings, is_judged_by_bits = CASES[name]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)

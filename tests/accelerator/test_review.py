@@ -19,7 +19,6 @@ from offload import AdamW, Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer
-from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
@@ -39,6 +38,7 @@ from tests.engine.device import twin
 from tests.engine.handmade import WIDTH, Block, Stack
 from tests.engine.inside import memory_of, parts_of
 from tests.lanes.patience import eventually
+from tests.matrix import matrix, quick
 from tests.run_folder import write_text
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
@@ -137,18 +137,17 @@ def asking(run):
     return [f"{Path(found.filename).name}:{found.lineno}" for found in caught if "synchronizing" in str(found.message)]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"micro_batch_size": 2},
-        {"head_chunk_bytes": 64 * 4 * 4 * 3},
-        {"placement": ON_DEVICE},
-        {"max_grad_norm": None},
-    ],
-    ids=str,
+@matrix(
+    strength=1,
+    precision=["fp32", "bf16"],
+    settings={
+        "": {},
+        "micro-batches": {"micro_batch_size": 2},
+        "head in chunks": {"head_chunk_bytes": 64 * 4 * 4 * 3},
+        "states on the device": {"placement": ON_DEVICE},
+        "unclipped": {"max_grad_norm": None},
+    },
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_waits_for_no_operation(engine, sim, precision, settings):
     one = engine(precision=precision, **settings)
     for seed in range(3):  # two of these steps first compare resident weights
@@ -377,10 +376,9 @@ def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
 # -- fixes made before a device was available ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"placement": Placement(activations="cpu")}], ids=str)
-@pytest.mark.parametrize("ends", ["closed", "dropped", "failed"])
-def test_no_range_stays_registered(sim, settings, ends):
-    one = Engine(build(llama), RULE, **settings)
+@pytest.mark.parametrize(("ends", "activations"), [("closed", "cpu"), ("dropped", "device"), ("failed", "cpu")])
+def test_no_range_stays_registered(sim, ends, activations):
+    one = Engine(build(llama), RULE, placement=Placement(activations=activations))
     one.step(tokens())
     assert sim.registered()[0] > 0
     if ends == "failed":
@@ -402,7 +400,7 @@ def test_memory_that_is_pinned_in_pieces_is_copied_within_them(engine, sim, monk
     assert [pieces.step(tokens(seed)).loss for seed in range(2)] == losses
 
 
-@pytest.mark.parametrize("largest_mib", [64 << 10, 256])
+@pytest.mark.parametrize("largest_mib", quick([64 << 10, 256], [256]))
 def test_an_arena_of_3_gib_is_copied_from_wherever_its_pieces_end(sim, largest_mib):
     mib, sizes = 1 << 20, [700 << 20, 4096, 1 << 30, (1348 << 20) - 4096]
     arena = Arena(3 << 30, Pinning(own_accelerator(), largest_mib * mib))
@@ -445,24 +443,6 @@ def test_an_update_on_the_device_takes_the_time_of_its_kernels(sim, lanes):
     assert span.end - span.begin >= seconds
 
 
-def test_threads_work_on_the_engines_device(engine, sim, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    one = engine(comm=Comm())
-    assert one.device == torch.device("sim", 1)
-    sim.reset_counters()
-    one.step(tokens())
-    other = sim.counters(0)
-    assert (other["launches"], other["copies"], other["waits"]) == (0, 0, 0)
-    assert sim.counters(1)["launches"] > 0
-
-
-def test_the_host_sleeps_for_the_events_of_lanes(sim, lanes, monkeypatch):
-    made, event = [], torch.sim.Event
-    monkeypatch.setattr(torch.sim, "Event", lambda **how: made.append(how) or event(**how))
-    lanes.now()
-    assert [how["blocking"] for how in made] == [True]
-
-
 class MakesTensors(Block):
     def forward(self, h):
         return super().forward(h) + torch.ones(WIDTH)
@@ -475,14 +455,6 @@ def test_a_recompute_has_the_callers_default_device(sim):
         result = one.step({"x": x, "y": x}, lambda logits, batch: cross_entropy(logits.mT, batch["y"]))
     assert math.isfinite(result.loss)
     one.close()
-
-
-def test_evaluations_keep_few_events(engine, monkeypatch):
-    monkeypatch.setattr("offload.lanes.streams._MOST_SPANS", 20)
-    one = engine()
-    for seed in range(6):
-        one.evaluate(tokens(seed))
-    assert len(parts_of(one).lanes.timed) <= 40
 
 
 # -- device memory -------------------------------------------------------------------------------------------------
@@ -630,13 +602,16 @@ def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_i
     assert limits == [(64 << 20) + device.ROUNDING_BYTES, 1]
 
 
+GRAPHS_BELOW = {"offload.graphs": "cpu", "offload.graphs_memory": "17MiB"}
+
+
 def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
     """The budget is meant for the CPU, without room for the temporaries on an accelerator."""
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "checkpoint.export": False}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
 
 
-@pytest.mark.parametrize("graphs", [{}, {"offload.graphs": "cpu", "offload.graphs_memory": "17MiB"}], ids=["", "below"])
+@pytest.mark.parametrize("graphs", quick([{}, GRAPHS_BELOW], [GRAPHS_BELOW]))
 def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(sim, tmp_path, monkeypatch, graphs):
     """The states alone fit on the device, but leave no room for a step. The first measurement exceeds the budget, and
     must leave no memory behind. Allocator fragments also displace some offloaded graphs.
