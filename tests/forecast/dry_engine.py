@@ -1,15 +1,11 @@
 """The engine on shapes: its own steps over simulated lanes, with operations counted in place of compute.
 
-Nothing is told again here: uses, recomputation, transfers and updates are those of the engine. It shows where the
-simulated step of a plan differs from the engine:
-
-    python -m tests.forecast.dry_engine
+Nothing is told again here: uses, recomputation, transfers and updates are those of the engine.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -441,8 +437,6 @@ class Compared:
     dry_bytes: int
     slots_bytes: tuple[int, int]
     """Device memory for streamed weights: planned, and of the engine on shapes."""
-    seconds: tuple[float, float]
-    """Time to simulate, and to run the engine on shapes."""
 
 
 BASE = {
@@ -547,14 +541,11 @@ def compare(name: str, machine: str) -> Compared:
     assert forecast.step is not None, forecast.notes
     step = forecast.step
     plan = step.simulated_plan(sys.maxsize)
-    begin = time.perf_counter()
     with without_garbage_collector():
         planned = simulate(step.calls, plan, step.seconds())
-    middle = time.perf_counter()
     rows, length = config.train.batch_size // num_ranks, int(config.data.sequence_length or 0)
     engine = DryEngine(forecaster._built.model, step, BatchSpec("causal", rows, length))
     dry = engine.run()
-    end = time.perf_counter()
     least_bytes = step.plan.range(SLOT)[0] + step.plan.range(BUFFER)[0]
     compared = Compared(
         planned,
@@ -562,37 +553,6 @@ def compare(name: str, machine: str) -> Compared:
         step.memory.device_bytes - least_bytes,
         engine.other_bytes,
         (plan.capacity_bytes, engine.flow.slots.capacity_bytes),
-        (middle - begin, end - middle),
     )
     engine.close()
     return compared
-
-
-def main(names: Sequence[str]) -> None:
-    """Print a table of all cases, or of those with these names."""
-    for machine in MACHINES:
-        for name in names or CASES:
-            found = compare(name, machine)
-            seconds = found.planned.seconds, found.dry.seconds
-            moved = " ".join(
-                f"{lane} {found.planned.moved_bytes[lane] / 1e9:.4f}/{found.dry.moved_bytes[lane] / 1e9:.4f}"
-                for lane in BYTES
-                if found.planned.moved_bytes[lane] or found.dry.moved_bytes[lane]
-            )
-            busy = " ".join(
-                f"{lane} {found.planned.busy_s[lane]:.4f}/{found.dry.busy_s[lane]:.4f}"
-                for lane in ("compute", *BYTES, "update")
-                if found.planned.busy_s[lane]
-            )
-            print(
-                f"{machine:9} {name:20} {seconds[0]:.4f} {seconds[1]:.4f} s {seconds[1] / seconds[0] - 1:+.2%} | "
-                f"peak {found.planned_bytes >> 20} {found.dry_bytes >> 20} MiB "
-                f"{found.dry_bytes / found.planned_bytes - 1:+.1%} | "
-                f"slots {found.slots_bytes[0] >> 20} {found.slots_bytes[1] >> 20} | GB {moved} | s {busy} | "
-                f"{found.seconds[0]:.2f} {found.seconds[1]:.2f}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from tests.forecast.dry_engine import BYTES, CASES, MACHINES, compare
+from tests.matrix import quick
 
-QUICK = ("auto", "rtx-4090"), ("inputs on the host", "h200"), ("adapters", "rtx-4090")
-ALL = [(name, machine) for machine in MACHINES for name in CASES]
+QUICK = ("inputs on the host", "h200")
+ALL = list(zip(CASES, cycle(MACHINES), strict=False))
+"""Each case on one of the machines."""
 LEAVING_GRAPHS = [name for name, values in CASES.items() if values.get("offload.graphs", "device") != "device"]
 """The lanes without work hold no tensor, so the peak of the engine on shapes lacks a graph on its way to the host."""
 
 
-@pytest.mark.parametrize(
-    ("name", "machine"), [each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in ALL]
-)
+@pytest.mark.parametrize(("name", "machine"), quick(ALL, [QUICK]))
 def test_a_simulated_step_is_a_step_of_the_engine(name: str, machine: str) -> None:
     """Break: leave out a wait, a copy or a use in one of the two."""
     found = compare(name, machine)

@@ -26,6 +26,7 @@ from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.extras.plan.workload import Cost
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import update_bytes
+from tests.matrix import quick
 
 HOST_BYTES = 125 << 30
 STEPS: dict[str, dict[str, Any]] = {
@@ -40,6 +41,8 @@ STEADY: dict[str, dict[str, Any]] = {
     "3b, compile auto, 16384 tokens a step": {"train.batch_size": 4, "train.compile": "auto"},
 }
 """Steps in a long run by name, with settings. The 8B keeps the states on the host, the 3B on the device."""
+QUICK = "8b, compile never, 32768 tokens a step", "3b, compile auto, 16384 tokens a step"
+"""Steps in the quick run: states on the host and on the device."""
 IDLE_SHARE = 1 + 0.03
 """Device time with the gaps between eager kernels, over device time of kernels alone."""
 
@@ -135,7 +138,7 @@ def test_a_step_takes_as_long_as_on_the_gpu(name: str, tmp_path: Path) -> None:
     assert alone_seconds(step) == pytest.approx(wanted["alone"], rel=0.08 if name == "8b" else 0.12)
 
 
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", quick(STEADY, QUICK))
 def test_steps_of_a_long_run_take_as_long_as_on_the_gpu(name: str, tmp_path: Path) -> None:
     size = name.partition(",")[0]
     forecaster, hardware = configured(size, tmp_path, (ON_THE_HOST if size == "8b" else {}) | STEADY[name])

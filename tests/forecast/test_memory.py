@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import plan_memory
-from benchmarks.plan_memory import CASES, NUM_STEPS, Case, actual, compare, planned
+from benchmarks.plan_memory import NUM_STEPS, Case, actual, compare, planned
 from offload import Engine, plan
 from offload.app.config.config import Config
 from offload.app.hf.models import load_model_config
@@ -153,10 +153,6 @@ def test_a_machine_with_fewer_devices_than_ranks_is_noted() -> None:
         assert any("has 1 device, and the plan is for --gpus 2" in note for note in notes) is is_noted
 
 
-def test_there_are_as_many_configurations_as_are_promised() -> None:
-    assert len(set(CASES)) == len(CASES) >= 24
-
-
 def config(**values: object) -> Config:
     return Config.load(None, {"model.preset": "small", "data.sequence_length": 256, **values})
 
@@ -185,9 +181,10 @@ def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
 
 
 def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> None:
-    forecaster, works = Forecaster(config(), 1), list[Workload]()
+    tiny, works = {"model.preset": "tiny", "data.packing_isolated": True}, list[Workload]()
+    forecaster = Forecaster(config(**tiny), 1)
     for attention in ("sdpa", "auto", "documents"):
-        where = config(**{"data.packing_isolated": True, "model.attention": attention})
+        where = config(**tiny, **{"model.attention": attention})
         prepared = forecaster.predict(where, GPU, times=False).prepared
         work = forecaster._workload(where, prepared, 1)
         assert isinstance(work, Workload)
@@ -199,21 +196,11 @@ def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> Non
     rows = without.num_tokens // 256
     squares = 255**2 + 1
     for share, expected in ((squares / 256**2, 1.0), (0.25, 0.25 * 256**2 / squares)):
-        known = Forecaster(config(), 1, document_share=share)._workload(where, prepared, 1)
+        known = Forecaster(config(**tiny), 1, document_share=share)._workload(where, prepared, 1)
         assert isinstance(known, Workload)
         assert sum(call.forward.attention_flops for call in known.calls) == pytest.approx(expected * flops[1], rel=1e-4)
     mask_bytes = [max(call.input_bytes for call in work.calls) for work in (with_mask, without)]
     assert mask_bytes[0] - mask_bytes[1] == rows * 256 * 256
-
-
-def test_budgets_are_those_of_the_machine_or_less() -> None:
-    forecaster = Forecaster(config(), 1)
-    free = forecaster.predict(config(), GPU, times=False).memory
-    assert free.budgets["device"] == int(0.9 * GPU.device_bytes)  # type: ignore[operator]
-    held = forecaster.predict(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
-    assert held.budgets["device"] == 300 << 20
-    assert held.total("device") <= 300 << 20
-    assert len(held.kept.graphs) <= len(free.kept.graphs)
 
 
 @pytest.mark.slow

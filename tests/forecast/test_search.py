@@ -121,35 +121,6 @@ def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float)
         assert held["device"] <= device_kib * KIB
 
 
-def best(place: PlacementSearch, settings: Settings) -> PlacementCandidate:
-    found = search([PlacementCandidate(each, place) for each in placements(settings)])
-    assert found is not None
-    return found
-
-
-@pytest.mark.slow
-def test_everything_is_on_the_device_where_that_fits() -> None:
-    found = best(placer(), wanted(device_memory="4MiB"))
-    placement = found.settings.placement
-    assert (placement.parameters, placement.optimizer, placement.activations) == ("device", "device", "auto")
-    assert found.settings.recompute == "auto"  # saves as many graphs as fit
-
-
-@pytest.mark.slow
-def test_nothing_goes_deeper_than_pays() -> None:
-    found = best(placer(), wanted(device_memory="150KiB"))
-    assert found.settings.placement.optimizer == "cpu"
-    assert "nvme" not in (found.settings.placement.parameters, found.settings.placement.activations)
-
-
-@pytest.mark.slow
-def test_what_memory_does_not_hold_is_on_disk() -> None:
-    found = best(placer(), wanted(device_memory="150KiB", host_memory="260KiB"))
-    assert found.step is not None
-    assert found.step.plan.residence.rows
-    assert found.fits
-
-
 @pytest.mark.slow
 def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
     chosen = placer().choose(wanted(device_memory="150KiB"))

@@ -52,9 +52,9 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
 def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     searches, find, tiles = [], RowTrials.find, {}
     monkeypatch.setattr(RowTrials, "find", lambda self, *rest: searches.append(self) or find(self, *rest))
-    first = block(2048, found=tiles)
+    first = block(512, 4096, found=tiles)
     assert len(searches) == 1
-    again, smaller = block(2048, found=tiles), block(1024, found=tiles)
+    again, smaller = block(512, 4096, found=tiles), block(256, 4096, found=tiles)
     assert len(searches) == 1
     assert (again.saved_bytes, again.backward) == (first.saved_bytes, first.backward)
     assert smaller.backward_temporary_bytes < first.backward_temporary_bytes
