@@ -19,9 +19,10 @@ ON_HOST := any_batch batches disk_faults early exporting loss_rule memory owners
   ranks_departures ranks_faults ranks_memory ranks_saving reading
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Tests not repeated on the simulated device: disk and checkpoint cases, covered with delays on both sides in tests/accelerator, and
-# model types, update rules and scripts, whose units move like all others.
+# model types, update rules, features and scripts, whose units move like all others: tests/contracts runs each feature there.
 SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition generators_and_buffers handmade judge \
-  own_loops parameters recording rules)
+  own_loops parameters recording rules adapters adapted_experts changed_base compiled_by_users delay document_attention \
+  group_loss layouts lomo matrix_rules model_files passes quantized stages tensor_parallel tiles toy_stage)
 # With this variable, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # pip's warnings are shown only after a failure.
@@ -54,8 +55,8 @@ help:
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make mutations break the engine on purpose, in each of many ways: tests of the quick run have to fail (ARGS=\"NAME ...\")"
-	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make flaky     the test files changed since main, ten times in random orders (ARGS=\"--since HEAD~5 --runs 3\")"
+	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make real-size models of 3 to 120 G parameters on this machine, beside their plans (PART=\"3b 8b\" FOLDER=/data)"
 	@echo "make build     the C++ kernels again, after an edit"
@@ -130,10 +131,10 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 
 # Separate processes, because torch never unloads the simulated accelerator and all later tests would use it. The tests
 # compile it when missing, and are skipped where that fails. First come tests of the accelerator and races on it, then
-# engine tests with it as the device.
+# engine tests and two contracts of each feature with it as the device.
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
-	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN),$(ON_DEVICE)) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN),$(ON_DEVICE)) tests/contracts $(ARGS)
 
 # Each race case with each of the twenty seeds, with either side slow.
 test-accelerator-all: test-accelerator
@@ -193,10 +194,10 @@ fuzz: $(READY)
 mutations: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
-upstream: $(READY)
 flaky: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.flaky $(ARGS)
 
+upstream: $(READY)
 	@set -e; for suite in transformers trl peft accelerate; do test ! -d $(SUITES)/$$suite || \
 	  $(BIN)/python -m tests.upstream $(SUITES)/$$suite --suite $$suite $(ARGS) || failed=1; done; exit $${failed-0}
 

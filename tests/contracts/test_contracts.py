@@ -12,9 +12,12 @@ import pytest
 from tests.cases.features import CASES, PLACES
 from tests.cases.run import small
 from tests.contracts.contracts import CLIPS, CONTRACTS, Setting
+from tests.engine.device import own_device
 
 pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
 """With this warning an engine changes to a safer way of running, in which a mistake of a feature would not show."""
+ON_DEVICE = "equals_reference", "place_changes_no_bit"
+"""Contracts that the quick run repeats on another device than the CPU."""
 SETTINGS = list(product(PLACES, ("fp32", "bf16"), CLIPS))
 STRIDES = (7, 5, 11)
 """Strides per case, contract and repetition. They are coprime to the 24 settings, so neighbours differ in placement,
@@ -28,7 +31,8 @@ def cells() -> Iterator[Any]:
             place, precision, clip = SETTINGS[
                 (row * STRIDES[0] + column * STRIDES[1] + turn * STRIDES[2]) % len(SETTINGS)
             ]
-            marks = [pytest.mark.slow] if turn else []
+            is_quick = turn == 0 and (contract in ON_DEVICE or own_device().type == "cpu")
+            marks = [] if is_quick else [pytest.mark.slow]
             if contract in case.without:
                 marks.append(pytest.mark.skip(reason=case.without[contract]))
             if turn == 0 or contract not in case.without:
