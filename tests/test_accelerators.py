@@ -23,9 +23,7 @@ from offload.accelerators import (
 from offload.distributed.comm import Comm
 from offload.engine.prepare import engine_device
 from offload.errors import ConfigError
-from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings
-from offload.tiers.accelerator_device import AcceleratorDevice
 from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice, open_device
 
@@ -180,43 +178,6 @@ def test_memory_is_registered_with_the_device_as_the_threads() -> None:
     found = CudaAccelerator(torch.device("cuda", 3), SimpleNamespace(device=device, cudart=lambda: runtime))
     assert found.register(4096, 100) == found.unregister(4096) == 712
     assert calls == [(3, "register", 4096, 100, 0), (3, "unregister", 4096)]
-
-
-def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, asked = torch.device("xpu", 1), []
-    module = machine("xpu", 2)
-    module.peak = 80
-
-    def answers(name: str, answer: Any) -> None:
-        def ask(device: torch.device) -> Any:
-            asked.append(device)
-            return answer()
-
-        setattr(module, name, ask)
-
-    answers("set_device", lambda: None)
-    answers("mem_get_info", lambda: (60, 100))
-    answers("memory_reserved", lambda: 40)
-    answers("memory_allocated", lambda: 30)
-    answers("memory_stats", lambda: {"active_bytes.all.peak": module.peak})
-    answers("reset_peak_memory_stats", lambda: setattr(module, "peak", 0))
-    answers("get_rng_state", lambda: torch.tensor([5]))
-    answers("get_device_properties", lambda: SimpleNamespace(is_integrated=False))
-    states = []
-    module.set_rng_state = lambda state, device: states.append((state.item(), device))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    accelerator = own_accelerator()
-    device = open_device(accelerator, Ledger("device"), True)
-    assert device.peak_bytes == 0, "what others held before"
-    module.peak = 70
-    assert isinstance(device, AcceleratorDevice)
-    assert device.pinning is None, "torch registers memory for CUDA alone"
-    assert device.ledger.budget_bytes == 63, "of what nobody has, and what torch keeps for later"
-    assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
-    device.set_random_state(device.random_state())
-    assert states == [(5, own)]
-    assert ThisMachine(accelerator).free_memory(Comm()).device_bytes == 70
-    assert set(asked) == {own}
 
 
 def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:

@@ -57,10 +57,6 @@ def test_what_is_not_kept_is_slow() -> None:
         quick(["x"], ["z"])
 
 
-def test_a_cover_of_no_values_is_one_combination() -> None:
-    assert len([param for param in matrix(strength=0, **AXES).args[1] if not param.marks]) == 1
-
-
 def test_the_quick_run_has_fewer_examples() -> None:
     share = {15: 6, 100: 1}[settings().max_examples]
     assert examples(40).max_examples == 40 // share

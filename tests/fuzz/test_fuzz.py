@@ -15,10 +15,8 @@ from tests.fuzz.habits import HABITS
 from tests.fuzz.workers import Crew, signature
 from tests.matrix import quick
 
-FEW = {"engine": 3, "loops": 2, "saves": 1, "interrupts": 1, "commands": 4}
-"""Number of cases per kind in the default tests. Cases over several ranks start processes and are slow."""
-MANY = {"engine": 16, "loops": 6, "saves": 5, "interrupts": 6, "ranks2": 4, "ranks3": 2, "commands": 12}
-"""Additional cases in the long run, as a check of each kind. `make fuzz` searches for errors."""
+NUM_CASES = {"engine": 16, "loops": 6, "saves": 5, "interrupts": 6, "ranks2": 4, "ranks3": 2, "commands": 12}
+"""Cases in the long run, as a check of each kind. `make fuzz` searches for errors."""
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +26,16 @@ def crew() -> Iterator[Crew]:
     crew.close()
 
 
-def passes(crew: Crew, kind: str, seeds: range) -> None:
-    refused = 0
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NUM_CASES)
+def test_cases_of_each_kind_pass(crew: Crew, kind: str) -> None:
+    refused, seeds = 0, range(100, 100 + NUM_CASES[kind])
     for seed in seeds:
         case = draw(kind, seed)
         outcome: Any = crew.run(case.name, case.world)
         assert not outcome.wrong, f'{outcome.wrong}\nrepeat: make fuzz ARGS="--case {case.name}"'
         refused += bool(outcome.refused)
     assert refused <= max(1, len(seeds) // 4), "cases that are refused prove little"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FEW)
-def test_a_few_cases(crew: Crew, kind: str) -> None:
-    passes(crew, kind, range(FEW[kind]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MANY)
-def test_more_cases(crew: Crew, kind: str) -> None:
-    passes(crew, kind, range(100, 100 + MANY[kind]))
 
 
 @pytest.mark.slow
