@@ -15,7 +15,6 @@ from offload.extras.quant import codecs as quant_codecs
 from offload.extras.quant.codecs import Nf4Codec
 from offload.layout import codecs
 from offload.layout.codecs import CODECS, QuantizedCodec, decoded
-from offload.layout.planes import table
 from tests.layout.dequantised import PLAIN
 
 CODES = """
@@ -129,31 +128,6 @@ def test_a_mean_is_the_same_by_any_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_decoded_over_their_own_records(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Like in a device slot, with records at the end."""
-    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)
-    codec, values = CODECS[name], weights(4 * 16384)
-    assert isinstance(codec, QuantizedCodec)
-    records, slot = records_of(codec, values).view(-1), torch.empty(len(values), dtype=dtype)
-    end = slot.view(torch.uint8)[-len(records) :]
-    end.copy_(records)
-    codec.decode(end, slot, codec.workspace(len(values)))
-    assert torch.equal(slot, decoded(codec, values, dtype))
-
-
-@pytest.mark.parametrize(("name", "bits"), [("int8", 8.25), ("nf4", 4.129)])
-def test_what_rests_has_the_bytes_of_its_records(name: str, bits: float) -> None:
-    codec = CODECS[name]
-    (plane,) = (plane for plane in table("bf16", (), codec=codec) if plane.name == "weights")
-    numel = 40 * 16384
-    assert plane.num_bytes(numel) == numel // codec.block * plane.width == pytest.approx(numel * bits / 8, rel=1e-4)
-    assert plane.cut(slice(2 * codec.block, 5 * codec.block)) == slice(2 * plane.width, 5 * plane.width)
 
 
 def test_no_table_hangs_on_what_torch_makes_by_default() -> None:

@@ -50,43 +50,32 @@ def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
     return parameters, units
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(models(), st.sampled_from([1, 2, 8]))
-def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
+def test_every_parameter_lies_in_one_region_of_its_like_and_over_no_other(model, world_size):
     parameters, units = model
     regions = build_regions(parameters, units, MOMENTS, world_size)
     assert sorted(index for region in regions for index in region.parameters) == list(range(len(parameters)))
     assert [region.index for region in regions] == list(range(len(regions)))
     for region in regions:
-        assert region.sizes == tuple(parameters[index].numel for index in region.parameters)
-
-
-@settings(max_examples=25)
-@given(models(), st.sampled_from([1, 2, 8]))
-def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
-    for region in build_regions(*model, MOMENTS, world_size):
+        infos = [parameters[index] for index in region.parameters]
+        assert region.sizes == tuple(info.numel for info in infos)
+        assert region.units == tuple(name for name in units if region.parameters[0] in units[name])
         end = 0
-        for offset, size in zip(region.offsets, region.sizes, strict=True):
+        for info, offset, size in zip(infos, region.offsets, region.sizes, strict=True):
             assert offset % ALIGNMENT == 0
             assert end <= offset < end + ALIGNMENT, "overlap, or more padding than the alignment asks for"
             end = offset + size
-        assert region.numel >= end
-        assert region.numel % (SHARD * world_size) == 0
-        assert region.numel - align(end, ALIGNMENT) < SHARD * world_size
-
-
-@settings(max_examples=25)
-@given(models())
-def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
-    parameters, units = model
-    for region in build_regions(parameters, units, MOMENTS):
-        assert region.units == tuple(name for name in units if region.parameters[0] in units[name])
-        for index in region.parameters:
-            info = parameters[index]
-            assert region.units == tuple(name for name in units if index in units[name]), "tied elsewhere"
+            assert region.units == tuple(name for name in units if info.index in units[name]), "tied elsewhere"
             assert (region.compute, region.trainable) == (info.compute, info.trainable)
             assert region.link is (info.link if info.trainable else EXACT)
             assert region.has_low == (info.compute == "bf16" and (info.trainable or not info.bf16_source))
+        assert region.numel >= end
+        assert region.numel % (SHARD * world_size) == 0
+        assert region.numel - align(end, ALIGNMENT) < SHARD * world_size
+        settings = [(info.lr_scale, info.weight_decay) for info in infos]
+        changes = sum(a != b for a, b in itertools.pairwise(settings))
+        assert changes == len(set(settings)) - 1, "one kernel call updates neighbours of equal settings"
 
 
 @settings(max_examples=25)
@@ -95,17 +84,6 @@ def test_a_rule_may_keep_no_low_half_of_what_it_trains(model):
     for region in build_regions(*model, MOMENTS, without_low=[0]):
         frozen = not region.trainable and any(not model[0][index].bf16_source for index in region.parameters)
         assert region.has_low == (region.compute == "bf16" and frozen)
-
-
-@settings(max_examples=40)
-@given(models())
-def test_parameters_of_equal_settings_are_neighbours(model):
-    """One kernel call then updates all of them."""
-    parameters, units = model
-    for region in build_regions(parameters, units, MOMENTS):
-        settings = [(parameters[index].lr_scale, parameters[index].weight_decay) for index in region.parameters]
-        changes = sum(a != b for a, b in itertools.pairwise(settings))
-        assert changes == len(set(settings)) - 1
 
 
 @pytest.mark.parametrize(

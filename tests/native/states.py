@@ -81,9 +81,9 @@ def native_step(state: State, **settings: object) -> State:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors with one dtype are equal in every bit. Any NaN equals any NaN."""
-    if a.dtype == torch.float32:
-        return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
-    return torch.equal(a, b)
+    assert a.dtype == b.dtype
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}.get(a.dtype, a.dtype)
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 def ulps_apart(ours: Tensor, theirs: Tensor, before: Tensor) -> Tensor:

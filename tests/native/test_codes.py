@@ -19,7 +19,7 @@ from offload.extras.quant.codecs import IntegerCodec, _borders, dynamic_map, nf4
 from offload.extras.quant.file_codecs import Mxfp4Codec
 from offload.layout.codecs import CODECS, GRADIENT_CODECS, QuantizedCodec
 from offload.native import kernels
-from tests.native.states import ISAS
+from tests.native.states import ISAS, same_bits
 
 NAMES = ["int8", "int4", "nf4"]
 TABLES = {"int8": (), "int4": (), "nf4": (nf4_levels(), dynamic_map())}
@@ -64,14 +64,6 @@ def decoded_in_torch(name: str, records: Tensor, dtype: torch.dtype) -> Tensor:
         in_torch(patch)
         codec.decode(records, out, codec.workspace(out.numel()))
     return out
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether all bits are equal. Any NaN equals any NaN."""
-    assert one.dtype == other.dtype
-    bits = {4: torch.int32, 2: torch.int16}[one.itemsize]
-    is_nan = one.isnan()
-    return torch.equal(is_nan, other.isnan()) and torch.equal(one.view(bits)[~is_nan], other.view(bits)[~is_nan])
 
 
 @pytest.fixture(autouse=True)
@@ -164,17 +156,6 @@ def test_weights_are_those_of_torch(
     end.copy_(records)
     run(end, out, *TABLES[name])
     assert same_bits(out, expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_codec_stands_for_does_not_depend_on_the_kernels(name: str) -> None:
-    codec = codec_of(name)
-    for weights in (values(3 * 16384 + 77, 1), values(70_001, 2).bfloat16(), values(5000, 3).half()):
-        found = torch.cat([records for *_, records in codec.encoded(weights.split(16384))])
-        assert torch.equal(found, made_in_torch(name, weights))
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            seen = codec.read(found, slice(0, len(weights)), dtype)
-            assert same_bits(seen, decoded_in_torch(name, found, dtype)[: len(weights)])
 
 
 def test_records_and_weights_have_to_match() -> None:

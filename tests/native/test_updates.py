@@ -17,11 +17,13 @@ from tests.native.states import ISAS, State, ordinary, same_bits, ulps_apart, wi
 
 N = 20_001
 ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+CORRECTED = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "applied_scale": 0.9, "grad_scale": 0.13}
 LION = {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
 SGD = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
 RULES: dict[str, tuple[str, str, dict[str, Any]]] = {  # kernel, moments, settings
     "adamw": ("adamw", "mv", ADAMW),
     "adamw of a short memory": ("adamw", "mv", ADAMW | {"betas": (0.3, 0.5)}),
+    "corrected adamw": ("correct_adamw", "mv", CORRECTED),
     "lion": ("lion", "m", LION),
     "sgd": ("sgd", "", SGD),
     "sgd with momentum": ("sgd", "m", SGD),
@@ -43,6 +45,10 @@ def step(rule: str, s: State, is_split: bool = False, **settings: Any) -> tuple[
 def test_isas_threads_pieces_masters_and_the_fallback_give_the_same_bits(make, rule, n, monkeypatch):
     s = make(n)
     s.g = s.g.bfloat16().float()
+    if rule == "corrected adamw":  # a correction comes after its step
+        kernels.adamw(
+            s.p, s.m, s.v, s.g, **ADAMW | {"step": CORRECTED["step"], "grad_scale": CORRECTED["applied_scale"]}
+        )
     wanted = step(rule, s, isa=ISAS[-1], threads=1, grad_scale=0.7)
 
     def check(found: tuple[int, list[Tensor]], how: object) -> None:
@@ -67,18 +73,26 @@ def test_isas_threads_pieces_masters_and_the_fallback_give_the_same_bits(make, r
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd with momentum"])
-def test_nothing_beyond_the_range_is_written(isa, rule):
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd with momentum", "corrected adamw"])
+def test_every_short_length_and_address_has_its_bits_and_nothing_beyond_is_written(isa, is_split, rule):
     kernel, names, settings = RULES[rule]
-    for n in (0, 1, 15, 17, 31, 33, 63):
-        s = ordinary(n + 64)
-        planes = [*kernels.split(s.p), *(getattr(s, name) for name in names)]
-        before, window = [x.clone() for x in planes], slice(32, 32 + n)
-        hi, lo, *moments = (plane[window] for plane in planes)
-        getattr(kernels, kernel)((hi, lo), *moments, s.g[window], isa=isa, **settings)
-        for now, then in zip(planes, before, strict=True):
-            assert torch.equal(now[:32], then[:32])
-            assert torch.equal(now[32 + n :], then[32 + n :])
+    s = ordinary(200)
+    before = [*(kernels.split(s.p) if is_split else (s.p,)), *(getattr(s, name) for name in names)]
+
+    def updated(window: slice) -> list[Tensor]:
+        planes = [plane.clone() for plane in before]
+        *master, grad = (plane[window] for plane in (*planes, s.g))
+        weights = (tuple(master[:2]), *master[2:]) if is_split else master
+        assert getattr(kernels, kernel)(*weights, grad, isa=isa, **settings) == 0
+        return planes
+
+    after = updated(slice(None))
+    for n in range(71):
+        for offset in (32, 33, 35):
+            for now, then, whole in zip(updated(slice(offset, offset + n)), before, after, strict=True):
+                wanted = torch.cat([then[:offset], whole[offset : offset + n], then[offset + n :]])
+                assert torch.equal(now, wanted), (n, offset)
 
 
 def lion_by_algorithm_2(s: State, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple:
@@ -120,16 +134,25 @@ def test_the_sign_of_zero_is_zero_and_the_decay_is_decoupled():
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize("isa", [*ISAS, "torch"])
-@pytest.mark.parametrize("n", [5, 100])
-def test_a_sign_hides_nothing_that_is_not_finite(isa, n, is_split, monkeypatch):
+@pytest.mark.parametrize("n", [5, 100, 200_000])
+@pytest.mark.parametrize("rule", ["adamw", "corrected adamw", "lion"])
+def test_what_is_not_finite_is_counted(isa, rule, n, is_split):
+    """The sign of Lion hides nothing."""
     s = ordinary(n)
+    assert step(rule, s, is_split, isa=isa)[0] == 0
     s.g[0], s.g[1], s.m[2], s.p[n - 1] = float("nan"), float("inf"), float("-inf"), float("inf")
-    if isa == "torch":
-        monkeypatch.setattr(kernels, "_core", None)
-    count, (p, _) = step("lion", s, is_split, isa=None if isa == "torch" else isa)
+    count, (p, *_) = step(rule, s, is_split, isa=isa)
     assert count == 4
     assert p.isfinite().sum() == n - 4
+
+
+def test_a_split_nan_that_looks_like_zero_is_counted():
+    master = torch.tensor([-1], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF
+    m, v, g = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    assert kernels.split(master)[0].item() == 0
+    assert kernels.adamw(kernels.split(master), m, v, g, **ADAMW) == 1
+    for grad_scale in (0.9, 0.13):
+        assert kernels.correct_adamw(kernels.split(master), m, v, g, **CORRECTED | {"grad_scale": grad_scale}) == 1
 
 
 @pytest.mark.parametrize("isa", ISAS)
