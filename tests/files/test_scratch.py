@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from offload.tiers.host import Arena
 from offload.tiers.nvme import Stripes
 from tests import forks
 from tests.disks import mounted, nameless
-from tests.forks import PATIENCE_S
+from tests.lanes.patience import eventually
 from tests.matrix import quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without names of Linux")
@@ -62,14 +61,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     with mounted(tmp_path, 16 << 20) as point:
         (point / "lost+found").rmdir()
         yield point
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    """The kernel releases io_uring files shortly after the end of the process."""
-    until = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def pages(num_bytes: int, value: int = 0) -> torch.Tensor:
@@ -253,7 +244,7 @@ def test_nothing_is_left_however_it_ends(disk, way, end):
         assert child.wait() == wanted
     finally:
         child.close()
-    wait_for(lambda: free_bytes(disk) == free)
+    assert eventually(lambda: free_bytes(disk) == free), "the kernel releases io_uring files shortly after the end"
     assert not list(disk.iterdir())
 
 
@@ -297,4 +288,4 @@ else:
         finally:
             os.kill(orphan, signal.SIGKILL)
             child.close()
-        wait_for(lambda: free_bytes(disk) == free)
+        assert eventually(lambda: free_bytes(disk) == free)

@@ -135,17 +135,6 @@ def test_writes_are_not_held_back_by_reads(tmp_path):
         reading.wait()
 
 
-def test_registered_memory(engine_of, tmp_path):
-    engine = engine_of("auto")
-    if engine.name != "io_uring":
-        pytest.skip(f"there is no io_uring: {engine.why}")
-    memory = pages(1 << 20)
-    if not engine.register(memory):
-        pytest.skip(engine.why_unregistered)
-    assert engine.registered_bytes == memory.nbytes
-    assert engine.register(pages(0))
-
-
 def test_files_come_and_go(engine_of, kind, tmp_path):
     """Opens more files than the kernel table has entries; numbers of closed files are reused."""
     engine = engine_of(kind, depth=4)

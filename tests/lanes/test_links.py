@@ -118,18 +118,6 @@ def test_lanes_of_a_link_share_its_throttle(open_threads, link, seed):
     assert_apart(spans, {lane: times[lane].busy_seconds for lane in LANES}, seconds)
 
 
-def test_a_link_gives_no_time_twice_where_work_ends_in_another_order():
-    """On a busy machine, threads sleeping until the end of work may wake up in any order."""
-    link = Link("nvme_read", Timeline(LANES), Throttle(latency_s=1.0))
-    first, second, third, fourth = (Ticket("nvme_read") for _ in range(4))
-    for ticket in (first, second, third):
-        link.begin(ticket, 0.0, 0)
-    link.end(third, "third", 3.0)
-    link.end(first, "first", 1.0)
-    link.begin(fourth, 0.0, 0)
-    assert [ticket.begin for ticket in (first, second, third, fourth)] == [0.0, 1.0, 2.0, 3.0]
-
-
 def test_links_do_not_share_throttles(open_threads):
     lanes = open_threads({"nvme_read": Throttle(latency_s=FOREVER_S)})
     lanes.fetch_read.submit(nothing)

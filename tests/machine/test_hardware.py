@@ -168,7 +168,7 @@ def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        *((text, r"x\.yaml") for text in ("- 5", "name: [", "5", "", "[" * 3000, "\0")),
+        *((text, r"x\.yaml") for text in ("- 5", "name: [", "5", "", "[" * 1500, "\0")),
         ("secret:x:0\nbin:x:1\n", "not a mapping of name, device"),
         ('a: [secret\nb: "x', "cannot be read: .*, line 2"),
     ],

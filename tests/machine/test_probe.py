@@ -78,11 +78,6 @@ def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_without_folders_there_is_no_disk(tmp_path: Path, measured: list[str]) -> None:
-    found = probe("cpu", cache_dir=tmp_path)
-    assert (found.disk_bytes, found.rates.nvme_read_bytes_per_s, measured) == (None, None, ["machine"])
-
-
 def test_the_disk_of_a_models_own_files_is_only_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(4 << 20))

@@ -10,38 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.layout.planes import table
-from offload.layout.regions import SHARD_MULTIPLE, Piece, Region, alike, without_repeats
+from offload.layout.regions import Region, alike, without_repeats
 from offload.layout.sharding import Sharding
-from offload.optim.adamw import AdamW
 from offload.planning.device_updates import streamed_bytes, update_bytes
 from offload.planning.disk import lay_out, optimizer_bytes, ring_bytes
 from offload.planning.memory import UnitPlan, plan_memory, shard_bytes, staging_bytes
 from offload.schedule.build import window_bytes
+from tests.planning.test_disk import region
 
 TIERS = ("parameters", "gradients", "optimizer")
 shardings = st.sampled_from([Sharding(), Sharding(0, 2, 3), Sharding(0, 2, 2, 0, 2)])
 
 
-def region(index: int, shards: int, trainable: bool, name: str) -> Region:
-    return Region(
-        index=index,
-        name=name,
-        compute="bf16",
-        trainable=trainable,
-        has_low=trainable,
-        pieces=(Piece(index, 0, (shards * 4 * SHARD_MULTIPLE,)),),
-        offsets=(0,),
-        numel=shards * 4 * SHARD_MULTIPLE,
-        units=(name,),
-        table=table("bf16", AdamW().moments),
-    )
-
-
 def stacks(kinds: Sequence[tuple[int, bool, int]]) -> list[Region]:
     """Return regions from (size, trainable, number of neighbours)."""
     flat = [(size, trainable) for size, trainable, count in kinds for _ in range(count)]
-    return [region(index, *kind, f"unit {index}") for index, kind in enumerate(flat)]
+    return [
+        region(index, 4 * size, trainable=is_trained, has_low=False) for index, (size, is_trained) in enumerate(flat)
+    ]
 
 
 models = st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(1, 5)), min_size=1, max_size=5).map(stacks)
@@ -112,7 +98,7 @@ def test_a_window_sees_no_more_neighbours_of_a_kind_than_it_holds(regions: list[
 @pytest.mark.parametrize("accumulates", [False, True])
 @given(st.integers(1, 4), st.integers(1, 3))
 def test_large_regions_are_staged_in_parts(accumulates: bool, count: int, stagings: int) -> None:
-    regions = [region(index, 2500, True, f"unit {index}") for index in range(count)]  # two parts and a half
+    regions = [region(index, 10_000) for index in range(count)]  # two parts and a half
     whole = apart(regions)
     for each in (regions, whole):
         found = staging_bytes(each, stagings, accumulates=accumulates)

@@ -18,7 +18,7 @@ from offload.machine import limits
 from offload.planning.memory import Allocation, check_host
 from tests import forks
 from tests.engine.device import cpu_only
-from tests.machine.groups import real_group, second_version
+from tests.machine.groups import second_version
 
 MIB = 1 << 20
 PLAN = [Allocation("cpu", "high", 60), Allocation("cpu", "moments", 40), Allocation("device", "unit slot", 30)]
@@ -156,24 +156,3 @@ def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path
     said = train(f"limits._ROOT = Path({str(tree)!r})")
     assert "/sys/fs/cgroup/job/memory.max: 6 GiB, of which 4 GiB is left" in said
     assert re.search(r"\(4294967296 bytes\) are available, .* too few: ", said)
-
-
-@pytest.mark.slow
-@cpu_only("the plan is for the host")
-def test_a_run_beyond_a_real_group_s_limit_lives_to_say_so(train: Enter) -> None:
-    with real_group(2 << 30) as group:
-        if group is None:
-            pytest.skip("this user may make no control group of memory")
-        said = train(f"Path({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))")
-        assert f"{group}/memory." in said
-        assert ": 2 GiB, of which" in said
-
-
-@pytest.mark.slow
-@cpu_only("the plan is for the host")
-def test_a_run_beyond_its_address_space_leaves_with_3(train: Enter) -> None:
-    said = train(
-        "taken = int(Path('/proc/self/statm').read_text().split()[0]) * 4096\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 30),) * 2)"
-    )
-    assert "`ulimit -v`" in said

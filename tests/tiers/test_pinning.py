@@ -32,13 +32,6 @@ def driver() -> PlayedDriver:
     return PlayedDriver()
 
 
-def test_an_arena_is_one_registration_however_many_tensors_it_has(driver: PlayedDriver) -> None:
-    arena = Arena(5 * PAGE + 10, Pinning(driver))
-    flats = [arena.take(numel, torch.uint8) for numel in (PAGE, 3 * PAGE + 7, PAGE + 3)]
-    assert driver.ranges == {flats[0].data_ptr(): 5 * PAGE + 10}
-    assert arena.pinned_bytes == 5 * PAGE + 10
-
-
 def test_pages_are_resident_before_their_registration(driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver would touch them in one thread."""
     register, resident = driver.register, []
@@ -53,13 +46,6 @@ def test_pages_are_resident_before_their_registration(driver: PlayedDriver, monk
     arena = Arena(4 * PAGE, Pinning(driver))
     first, last = arena.take(PAGE, torch.uint8).fill_(3), arena.take(3 * PAGE, torch.uint8)
     assert (resident, first.unique().tolist(), last.unique().tolist()) == ([4], [3], [0])
-
-
-def test_an_arena_without_a_driver_is_not_pinned() -> None:
-    arena = Arena(PAGE)
-    arena.take(PAGE, torch.uint8)
-    assert arena.pinned_bytes == 0
-    arena.close()
 
 
 def test_a_large_arena_is_registered_in_pieces_in_which_its_tensors_lie_whole(driver: PlayedDriver) -> None:
@@ -93,14 +79,11 @@ def test_the_last_tensor_takes_the_registration_with_it(driver: PlayedDriver) ->
     assert driver.calls == ["register", "wait", "unregister"], "what is on its way comes first"
 
 
-def test_the_address_can_be_registered_again(driver: PlayedDriver) -> None:
+def test_a_ring_of_references_unregisters_too_and_the_address_is_free(driver: PlayedDriver) -> None:
     for _ in range(20):
         Arena(PAGE, Pinning(driver)).take(PAGE, torch.uint8).fill_(1)
         driver.launch()
     assert driver.registered == [PAGE] * 20
-
-
-def test_a_ring_of_references_unregisters_too(driver: PlayedDriver) -> None:
     ring = [Arena(PAGE, Pinning(driver)).take(PAGE, torch.uint8)]
     ring.append(ring)  # type: ignore[arg-type]
     del ring
