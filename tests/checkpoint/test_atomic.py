@@ -382,26 +382,6 @@ def test_a_disk_that_is_full_for_the_manifest_or_latest(tmp_path, monkeypatch):
     check(tmp_path / "step-2", 2)
 
 
-def test_a_limit_on_the_size_of_files(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(index: int) -> None:
-        if index == 6:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (9 << 20, hard))
-
-    try:
-        with pytest.raises(DiskError, match="EFBIG") as caught:
-            fill(checkpoints, 2, limit)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG
-    assert caught.value.offset in (8 << 20, 12 << 20)  # four writes are pending, and any one can fail first
-    assert names(tmp_path) == ["latest", "step-1"]
-    check(tmp_path / "step-1", 1)
-
-
 @pytest.mark.parametrize(
     ("where", "error"),
     [
@@ -474,8 +454,3 @@ def test_a_copy_for_which_there_is_no_memory_is_not_made(tmp_path):
             assert it.spare_bytes == 0
             it.write("scale", "weights", 0, torch.zeros(1))
             it.finish()
-
-
-def test_two_ranks_of_one_number(tmp_path):
-    with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS), pytest.raises(DiskError, match="EEXIST"):
-        Writer(made.path, 0, CONTENTS)

@@ -70,14 +70,6 @@ def test_every_bit_of_the_manifest(copy):
             Manifest.decode(bytes(changed), copy / MANIFEST)
 
 
-def test_the_first_and_last_bits_of_the_data(copy):
-    for name in ("rank-0.bin", "rank-1.bin"):
-        for position in (0, 8 * (copy / name).stat().st_size - 1):
-            flip(copy / name, position)
-            assert_refused(copy, name, "damaged")
-            flip(copy / name, position)
-
-
 @pytest.mark.parametrize("name", [MANIFEST, "config.json", "rank-0.bin", "rank-1.bin"])
 class TestFiles:
     @pytest.mark.parametrize("left", [0, 1, 2048, -2048, -1])

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Reader, set_direct, verify
 from offload.checkpoint.writer import Save, Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
-from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, save
+from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, planes, save
 from tests.engine.compare import same_bits
 from tests.forks import PATIENCE_S
 from tests.lanes.patience import eventually
@@ -103,38 +102,6 @@ def test_any_slices(tmp_path_factory, seed, shapes, world_size, chunk_bytes, num
                 out = torch.zeros(end - begin, dtype=values.dtype)
                 reader.read(name, plane, begin, out)
                 assert same_bits(out, values[begin:end])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_number_of_ranks_is_nothing_to_a_reader(tmp_path, world_size):
-    check(save(Checkpoints(tmp_path), 3, world_size=world_size), 3)
-
-
-def test_what_is_json_comes_back(tmp_path):
-    meta: dict[str, Any] = {
-        "rng": [2**127 + 1, -(2**70)],
-        "loss": [0.1, 1e-323, float("inf"), -0.0],
-        "text": "naïve \ud800 \x00",
-        "nested": {"a": {"b": [None, True, []]}},
-    }
-    with Save(tmp_path / "here") as made:
-        made.commit({}, [], meta)
-    with Reader(tmp_path / "here") as reader:
-        assert reader.meta == meta
-
-
-def test_a_rank_without_anything(tmp_path):
-    contents = {"p": Entry((3,), PLAIN)}
-    with Save(tmp_path / "here") as made:
-        parts = []
-        for rank in range(2):
-            with Writer(made.path, rank, contents) as writer:
-                if rank:
-                    for plane in PLAIN:
-                        writer.write("p", plane, 0, torch.arange(3.0))
-                parts.append(writer.finish())
-        made.commit(contents, parts, {})
-    verify(tmp_path / "here")
 
 
 def test_neighbouring_pieces_are_one_slice(tmp_path):
@@ -223,20 +190,6 @@ class TestBounds:
             for begin in range(0, len(values), step_numel):
                 writer.write("p", "weights", begin, values[begin : begin + step_numel])
 
-    def test_memory(self, tmp_path):
-        out = torch.empty(1 << 20)
-        tracemalloc.start()
-        try:
-            self.write(tmp_path / "here", 100_000)
-            with Reader(tmp_path / "here") as reader:
-                for begin in range(0, 1 << 20, 5000):
-                    reader.read("p", "weights", begin, out[begin : begin + 5000])
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert torch.equal(out, torch.arange(1 << 20, dtype=torch.float32))
-        assert peak < 25 * self.CHUNK_BYTES
-
     def test_writes_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch):
         """The bytes are the same without direct I/O, and for a tail shorter than a page."""
         found, asked = [], list[bool]()
@@ -281,13 +234,6 @@ class TestBounds:
         gate.set()
         thread.join(120)
         verify(tmp_path / "here")
-
-    def test_reading_in_order_verifies_nothing_twice(self, tmp_path, loads):
-        self.write(tmp_path / "here", 1 << 20)
-        with Reader(tmp_path / "here") as reader:
-            for begin in range(0, 1 << 20, 3000):
-                reader.read("p", "weights", begin, torch.empty(min(3000, (1 << 20) - begin)))
-        assert sorted(loads) == list(range((4 << 20) // self.CHUNK_BYTES))
 
     @pytest.mark.parametrize("refused", ["nothing", "the flag", "the transfer"])
     def test_reads_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch, refused):

@@ -35,7 +35,11 @@ def made(name: str, folder: Path, precision: str):
         torch.manual_seed(0)
         return train(t5(), tokens(), folder, precision=precision)
     family = families()[name]
-    return train(family.build(calm=True), family.batch(), folder, precision=precision)
+    model = family.build(calm=True)
+    if name == "deepseek_v3":  # saved buffers that differ from those of a new model
+        for number, (buffer, value) in enumerate(model.named_buffers()):
+            value.add_((number + 0.5) * (buffer in model.state_dict()))
+    return train(model, family.batch(), folder, precision=precision)
 
 
 @pytest.mark.slow
@@ -80,22 +84,6 @@ def test_what_the_configuration_ties_but_the_training_had_apart_stays_apart(tmp_
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         assert same_bits(found[name], trained.masters[name])
     assert not same_bits(found["lm_head.weight"], found["model.embed_tokens.weight"])
-
-
-@pytest.mark.slow
-def test_dtypes_and_buffers_are_those_of_the_training(tmp_path: Path) -> None:
-    family = families()["deepseek_v3"]
-    model = family.build(calm=True)
-    buffers = {name: value for name, value in model.named_buffers() if name in model.state_dict()}
-    assert buffers
-    for number, value in enumerate(buffers.values()):
-        value.add_(number + 0.5)
-    expected = {name: value.clone() for name, value in buffers.items()}
-    trained = train(model, family.batch(), tmp_path, precision="bf16")
-    found, weights = read_stored(trained.checkpoint)
-    weights.close()
-    assert all(same_bits(found.get_buffer(name), value) for name, value in expected.items())
-    assert not found.training
 
 
 def test_buffers_that_are_in_no_file_are_those_of_from_pretrained(tmp_path: Path) -> None:

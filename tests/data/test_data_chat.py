@@ -72,38 +72,6 @@ def trained_runs(tokenizer: Any, document: EncodedDocument) -> list[str]:
     return [tokenizer.decode(document.ids[a:b]) for a, b in zip(borders[::2], borders[1::2], strict=True)]
 
 
-def test_builtin_template(bpe: Any) -> None:
-    (document,) = encode(bpe, Chat("x", CHAT))
-    text = bpe.decode(document.ids)
-    assert text == (
-        "<|system|>\nBe kind.<|endoftext|><|user|>\nWhat is two and two?<|endoftext|>"
-        "<|assistant|>\nIt is four.<|endoftext|><|user|>\nAnd 日本?<|endoftext|><|assistant|>\nÜ — Paris.<|endoftext|>"
-    ), "ended by one EOS, not two"
-    assert trained_runs(bpe, document) == ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]
-    assert document.ids[0] == bpe.convert_tokens_to_ids("<|system|>"), "markers are single tokens"
-
-
-@pytest.mark.parametrize(
-    ("template", "runs"),
-    [
-        (CHATML, ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
-        (MARKED, ["It is four.!", "Ü — Paris.!<|endoftext|>"]),
-        (OPEN_THOUGHT, ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]),
-        (DATED, ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
-        (OWN_END, ["It is four.<|endoftext|>\n", "Ü — Paris.<|endoftext|>\n"]),
-    ],
-)
-def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], template: str, runs: list[str]) -> None:
-    tokenizer = load_tokenizer(bpe_folder(template))
-    (document,) = encode(tokenizer, Chat("x", CHAT))
-    found = trained_runs(tokenizer, document)
-    if template is OPEN_THOUGHT:  # generation prompt and history differ here; the rest of the border token is trained
-        found = [run.removeprefix(">").removeprefix("assistant>").removeprefix("<assistant>") for run in found]
-    assert found == runs
-    if template is DATED:  # the clock stands still
-        assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
-
-
 GLM = (  # an answer ends by the next role marker
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -116,6 +84,10 @@ CALLING = [*CHAT[:3], {"role": "tool", "content": "four"}, {"role": "assistant",
 @pytest.mark.parametrize(
     ("template", "messages", "ends", "runs"),
     [
+        (CHATML, CHAT, (), ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
+        (MARKED, CHAT, (), ["It is four.!", "Ü — Paris.!<|endoftext|>"]),
+        (OPEN_THOUGHT, CHAT, (), ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]),
+        (OWN_END, CHAT, (), ["It is four.<|endoftext|>\n", "Ü — Paris.<|endoftext|>\n"]),
         (GLM, CHAT, MARKERS, ["\nIt is four.<|user|>", "\nÜ — Paris.<|endoftext|>"]),
         (GLM, CALLING, MARKERS, ["\nIt is four.<|tool|>", "\nYes.<|user|>", "\nÜ — Paris.<|endoftext|>"]),
         (SPACED, CHAT, MARKERS, ["\nIt is four.\n<|user|>", "\nÜ — Paris.<|endoftext|>"]),
@@ -136,10 +108,16 @@ def test_the_token_that_ends_a_turn_is_trained_once(
     findings = Findings()
     (document,) = Encoder(tokenizer, ends=ends).encode([(False, Chat("x", messages))], findings)
     assert trained_runs(tokenizer, document) == runs
-    assert findings.num_open == (template == GLM and len(ends) == 1)
+    assert findings.num_open == (len(ends) < 2 and template != MARKED), "no token ends its first answer"
     assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == tokenizer.apply_chat_template(
         messages, tokenize=False
     ).removesuffix("<|endoftext|>"), "the text is the template's"
+
+
+def test_the_clock_of_a_template_stands_still(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(DATED))
+    (document,) = encode(tokenizer, Chat("x", CHAT))
+    assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
 
 
 def test_a_trained_turn_of_the_user_keeps_its_marker_once(bpe_folder: Callable[..., str]) -> None:
@@ -192,17 +170,6 @@ def test_a_message_marked_as_not_trained_stays_so_beside_the_prompt(dataset_of: 
     assert "two and two?" in trained
     assert "Ü — Paris." in trained
     assert "four" not in trained
-
-
-def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> None:
-    tokenizer = load_tokenizer(bpe_folder(MISTRAL))
-    (document,) = encode(tokenizer, Chat("x", CHAT[1:]))
-    assert trained_runs(tokenizer, document) == [" It is four.<|endoftext|>", " Ü — Paris.<|endoftext|>"]
-    assert tokenizer.decode(document.ids).startswith("<|endoftext|>[INST] What"), "the template's BOS, once"
-    with pytest.raises(
-        ConfigError, match=r"chats\.jsonl:7: .*refuses a conversation of user, user: roles must alternate"
-    ):
-        encode(tokenizer, Chat("chats.jsonl:7", [CHAT[1], CHAT[1]]))
 
 
 SYSTEM_OF_ITS_OWN = "{{ '<|system|>Q' if messages[0].role != 'system' }}" + CHATML
@@ -280,13 +247,6 @@ def test_train_on_prompt_trains_all(bpe_folder: Callable[..., str], template: st
     assert document.trained is None
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == rendered.removesuffix("<|endoftext|>")
-
-
-def test_a_tokenizer_without_template_gets_the_builtin_one(bpe_folder: Callable[..., str]) -> None:
-    tokenizer = load_tokenizer(bpe_folder())
-    tokenizer.chat_template = None
-    (document,) = encode(tokenizer, Chat("x", CHAT))
-    assert trained_runs(tokenizer, document) == ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]
 
 
 def test_prompt_and_completion(bpe: Any) -> None:

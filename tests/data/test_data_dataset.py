@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +17,7 @@ from tokenizers import processors
 from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
-from offload.extras.data.dataset import MOST_PROMPT_TOKENS, Dataset, build_dataset, cut_excerpt
-from offload.extras.data.settings import DataSettings
+from offload.extras.data.dataset import MOST_PROMPT_TOKENS, Dataset, cut_excerpt
 from tests.data.asked import source_of
 
 Build = Callable[..., Dataset]
@@ -76,30 +73,6 @@ def test_train_and_eval_share_no_document(build: Build) -> None:
     ]
     assert len(documents[0]) + len(documents[1]) == 40
     assert not documents[0] & documents[1]
-
-
-def test_a_resumed_run_sees_the_same_batches(build: Build) -> None:
-    first, again = build(), build()
-    for step in (0, 7, 1000, 123_456_789):
-        assert all(torch.equal(first.batch(step)[key], again.batch(step)[key]) for key in ("input_ids", "labels"))
-    again.check_state(first.state_dict())
-    assert not torch.equal(first.batch(3)["input_ids"], build(seed=6).batch(3)["input_ids"])
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
-    dataset = build(packing=packing, sequence_length=70)
-    for step in range(4):
-        whole = dataset.batch(step)
-        for world_size in (1, 2, 3, 4, 5, 6):
-            slices = [dataset.batch(step, rank, world_size) for rank in range(world_size)]
-            for key in whole:
-                assert torch.equal(torch.cat([part[key] for part in slices]), whole[key])
-            assert all(set(part) == set(whole) for part in slices)
-            sizes = [len(part["labels"]) for part in slices]
-            assert max(sizes) - min(sizes) <= 1
-    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, but there are 7 ranks.*--train\.batch_size to 7"):
-        dataset.batch(0, 0, 7)
 
 
 def test_all_ranks_get_a_mask_when_one_of_them_needs_it(
@@ -264,24 +237,6 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
         build(vocab_size=290)
 
 
-def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
-    dataset = build()
-    assert dataset.notes[0].startswith(f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg.")
-    assert dataset.sources[0].contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
-    num_tokens = dataset.train.token_file.num_tokens + dataset.eval.token_file.num_tokens
-    assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
-    labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
-    assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
-    assert "see each other" in dataset.rows_description
-    pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
-    dataset = build(source=str(pairs), eval_share=0.0, packing=False)
-    assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
-    _, labels = dataset.train.read(np.arange(20))
-    assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.token_file.num_tokens < 0.5
-    assert dataset.rows_description.endswith("; a document a row")
-
-
 def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
     build: Build, bpe_folder: Callable[..., str], write_lines: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -404,62 +359,6 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         load_or_build(tmp_path, "entry", fail, lambda folder: (folder / "value").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entry.lock"]
-
-
-@pytest.mark.slow
-def test_the_standard_library(tmp_path: Path) -> None:
-    """The built-in default without input files: trained tokenizer, packed tokens, deterministic."""
-    settings = DataSettings(
-        sources=[source_of("builtin:stdlib")],
-        vocab_size=2048,
-        sequence_length=256,
-        batch_size=4,
-        eval_share=0.02,
-        cache_dir=tmp_path,
-    )
-    dataset = build_dataset(settings)
-    assert len(dataset.tokenizer) == 2048
-    assert dataset.num_train_rows > 5000
-    assert 0.01 < dataset.num_eval_rows / dataset.num_train_rows < 0.04
-    assert dataset.notes == ()
-    assert dataset.train.num_targets == dataset.train.token_file.num_tokens - dataset.num_train_rows + 1, (
-        "one lost a row, none in the last"
-    )
-
-
-@pytest.mark.slow
-def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path(sysconfig.get_paths()["stdlib"])
-    for name in (
-        "argparse.py",
-        "json",
-        "logging",
-        "asyncio",
-        "email",
-        "heapq.py",
-    ):  # a few modules, to save time
-        (shutil.copytree if (real / name).is_dir() else shutil.copy)(real / name, tmp_path / name)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    settings = DataSettings(
-        sources=[source_of("builtin:stdlib-chat")],
-        vocab_size=1024,
-        sequence_length=256,
-        batch_size=4,
-        eval_share=0.1,
-        cache_dir=tmp_path / "cache",
-    )
-    dataset = build_dataset(settings)
-    assert dataset.num_eval_rows
-    tokenizer = dataset.tokenizer
-    batch = dataset.batch(0)
-    user, assistant = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
-    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        speaker = None
-        for token, label in zip(ids, labels, strict=True):
-            speaker = token if token in (user, assistant) else speaker
-            if speaker == user or token == assistant:
-                assert label == -100, "a question and the marker of an answer are not trained"
-        assert any(label != -100 for label in labels)
 
 
 def test_a_tokenizer_without_an_end(build: Build, bpe: Any, write_lines: Callable[..., Path], tmp_path: Path) -> None:

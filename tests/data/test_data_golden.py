@@ -415,7 +415,9 @@ def test_a_folder_is_read_as_what_it_is(load: Load, tmp_path: Path) -> None:
     for index in range(3):
         _parquet(folder / f"part-{index}.parquet", ROWS["text"][10 * index : 10 * index + 10])
     expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["text"])))
-    assert rows_of(load(folder)) == expected
+    found = load(folder)
+    assert rows_of(found) == expected
+    assert found.sources[0].contents.startswith(f"text in parquet of {folder} (3 files): 30 documents, ")
     pq.write_table(pa.table({"txt": ["x"]}), folder / "part-3.parquet")
     with pytest.raises(ConfigError, match=r"part-3\.parquet has the keys \['txt'\]"):
         load(folder)

@@ -90,24 +90,27 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Build) ->
     assert len(large[2] | large[3]) < 28, "then all are mixed anew"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "cut"),
     [
         ("all_exhausted", {}),
-        ("first_exhausted", {"group_by_length": True}),
         ("first_exhausted", {"packing": True}),
-        ("all_exhausted", {"packing": True, "isolated": True}),
+        ("first_exhausted", {"group_by_length": True}),
+        pytest.param("all_exhausted", {"packing": True, "isolated": True}, marks=pytest.mark.slow),
     ],
 )
 def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Build, strategy: str, cut: dict[str, bool]) -> None:
     dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy, **cut) for _ in range(2))
-    steps = [dataset.batch(step) for step in range(40)]
-    for step in (0, 7, 39):  # like a run resumed at this step
+    steps = {step: dataset.batch(step) for step in (*range(40), 123_456_789)}
+    for step in (0, 7, 39, 123_456_789):  # like a run resumed at this step
         assert all(torch.equal(again.batch(step)[key], steps[step][key]) for key in steps[step])
-        for world_size in (1, 2, 3, 6):
+        for world_size in (1, 2, 3, 4, 5, 6):
             parts = [again.batch(step, rank, world_size) for rank in range(world_size)]
+            assert all(set(part) == set(steps[step]) for part in parts)
             assert all(torch.equal(torch.cat([part[key] for part in parts]), steps[step][key]) for key in steps[step])
+            assert {len(part["labels"]) for part in parts} <= {6 // world_size, -(-6 // world_size)}
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, but there are 7 ranks.*--train\.batch_size to 7"):
+        dataset.batch(0, 0, 7)
     again.check_state(dataset.state_dict())
     other = mix(0.6, 0.1, 0.3, stopping_strategy=strategy, seed=4, **cut)
     assert any(not torch.equal(other.batch(step)["input_ids"], steps[step]["input_ids"]) for step in range(3))

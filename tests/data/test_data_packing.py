@@ -11,10 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload.extras.data import packing
 from offload.extras.data.packing import IGNORE, Rows, best_fit
@@ -187,32 +185,6 @@ def test_each_document_lies_in_one_row_with_positions_of_its_own(
     assert rows.num_rows == 0 or lengths.min() > 0
     for own, end in zip(positions, lengths, strict=True):
         assert own.max() == own[:end].max(), "some models choose frequencies by the largest position"
-
-
-def test_padding_does_not_change_frequencies_that_hang_on_the_length() -> None:
-    torch.manual_seed(0)
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 16,
-        "factor": 4.0,
-    }
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    model = Phi3ForCausalLM(Phi3Config(**sizes, **heads, rope_parameters=rope, pad_token_id=0, initializer_range=0.5))
-    documents = np.arange(36).reshape(12, 3)
-    with torch.no_grad():
-        alone = sum(float(model(input_ids=ids, labels=ids).loss) for ids in torch.tensor(documents)[:, None]) / 12
-    for length in (36, 48, 61):
-        with stored([[True] * 3] * 12, False) as store:
-            rows = Rows.over(store, length, "isolated", 0)
-            (ids, labels), positions = rows.read(np.array([0])), rows.positions(np.array([0]))
-        batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        with torch.no_grad():
-            loss = float(model(**{key: torch.tensor(value) for key, value in batch.items()}, use_cache=False).loss)
-        assert loss == pytest.approx(alone, rel=1e-6), length
 
 
 @examples(60)

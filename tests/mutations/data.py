@@ -83,7 +83,7 @@ def position_in_the_data_not_restored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dataset, "batch", anew)
 
 
-@mutation("tests/data/test_data_dataset.py")
+@mutation("tests/data/test_data_mixture.py")
 def ranks_share_a_row(patch: pytest.MonkeyPatch) -> None:
     share = dataset.share
 

@@ -89,7 +89,7 @@ def checksums_not_verified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "checksum", lambda data: AnyChecksum())
 
 
-@mutation("tests/checkpoint/test_slices.py")
+@mutation("tests/checkpoint/test_atomic.py::TestReplace::test_the_same_step_again")
 def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
     """All slices of a parameter are read from the first rank's file."""
     stretches = Reader._stretches
