@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ EITHER = pytest.mark.parametrize(
     "begin",
     [pytest.param(forks.start, id="forked"), pytest.param(forks.start_anew, id="anew", marks=pytest.mark.slow)],
 )
+
+
+@contextmanager
+def training(
+    folder: Path, environment: dict[str, str], begin: Callable[..., Any], words: list[str], until: str = "step 10/"
+) -> Iterator[Any]:
+    """Yield a command that has printed a line with the prefix `until`. Kill the process at the end."""
+    process = begin(["-m", "offload.train", *words], cwd=folder, env=environment)
+    try:
+        for line in process.stdout:  # lines must be flushed at once, or this loop never ends
+            if line.startswith(until):
+                break
+        yield process
+    finally:
+        process.close()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from offload.app.config.command_line import parse_config, take_gpus
 from offload.app.launch import exit_code, launch
 from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError, RankLostError
-from tests.cli.conftest import EITHER
+from tests.cli.conftest import EITHER, training
 from tests.lanes.patience import eventually
 from tests.run_folder import lines_of
 
@@ -159,23 +159,21 @@ def test_ranks_that_cannot_train_say_so_once(
 
 
 @contextmanager
-def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], name: str) -> Iterator[Any]:
+def ranks_training(
+    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], name: str
+) -> Iterator[Any]:
     """Yield (launcher, ranks) during training with two ranks. Kill all processes at the end."""
-    words = ["-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", name, "--gpus", "2"]
-    process = begin(words, cwd=folder, env=environment)
     ranks: list[psutil.Process] = []
-    try:
-        for line in process.stdout:
-            if line.startswith("step 10/"):
-                break
-        ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: int(rank.environ()["RANK"]))
-        assert len(ranks) == 2
-        yield process, ranks
-    finally:
-        for each in ranks:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.close()
+    words = [*tiny, "--train.steps", "1000000", "--run.dir", name, "--gpus", "2"]
+    with training(folder, environment, begin, words) as process:
+        try:
+            ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: int(rank.environ()["RANK"]))
+            assert len(ranks) == 2
+            yield process, ranks
+        finally:
+            for each in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 @pytest.mark.slow
@@ -193,7 +191,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals, to: str
 ) -> None:
     name = f"ranks-{number.name}-{to.replace(' ', '-')}"
-    with training(folder, environment, begin, tiny, name) as (process, ranks):
+    with ranks_training(folder, environment, begin, tiny, name) as (process, ranks):
         (process if to == "launcher" else ranks[1]).send_signal(number)
         output, error = process.communicate()
         assert process.returncode == 130, error
@@ -206,24 +204,6 @@ def test_a_signal_ends_all_ranks_after_the_step(
     assert not (folder / name / "hf").exists()
 
 
-@pytest.mark.slow
-@no_gpu
-def test_ranks_without_a_reader_train_to_the_end(
-    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
-) -> None:
-    words = ["-m", "offload.train", *tiny, "--run.dir", "unread", "--gpus", "2", "--checkpoint.every", "4"]
-    process = begin(words, cwd=folder, env=environment)
-    try:
-        process.stdout.readline()
-        process.stdout.close()
-        process.stderr.close()
-        assert process.wait() == 0
-    finally:
-        process.close()
-    assert len((folder / "unread/metrics.jsonl").read_text().splitlines()) == 4
-    assert Checkpoints(folder / "unread/checkpoints").newest_intact()[0] is not None
-
-
 @EITHER
 @pytest.mark.slow
 @no_gpu
@@ -231,7 +211,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
     """Otherwise the ranks would hold the run folder and continue unseen."""
-    with training(folder, environment, begin, tiny, "orphans") as (process, ranks):
+    with ranks_training(folder, environment, begin, tiny, "orphans") as (process, ranks):
         process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=120)
         assert not alive
@@ -250,7 +230,7 @@ def waits(rank: psutil.Process, number: int) -> bool:
 def test_a_second_signal_leaves_at_once(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
-    with training(folder, environment, begin, tiny, "ranks-twice") as (process, ranks):
+    with ranks_training(folder, environment, begin, tiny, "ranks-twice") as (process, ranks):
         for rank in ranks:
             rank.suspend()  # both signals arrive within one step
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -270,7 +250,7 @@ def test_a_second_signal_leaves_at_once(
 def test_a_killed_rank_ends_the_others_with_one_message(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], victim: int
 ) -> None:
-    with training(folder, environment, begin, tiny, f"killed-{victim}") as (process, ranks):
+    with ranks_training(folder, environment, begin, tiny, f"killed-{victim}") as (process, ranks):
         ranks[victim].kill()
         output, error = process.communicate()
         assert process.returncode == 1, error

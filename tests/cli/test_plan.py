@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaConfig
 
 from offload import plan
 from offload.errors import ConfigError
@@ -21,7 +20,6 @@ from tests.cli.conftest import LLAMA
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
 DISK = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir")
-TIERS = {"device", "pinned", "cpu", "nvme"}
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -75,20 +73,8 @@ def test_the_first_words_come_before_the_imports(
 def test_the_limit_of_the_host_is_the_smaller_of_budget_and_memory(
     more: tuple[str, ...], limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, found = told(capsys, *SMALL, *HOST, *more)
+    _, found = told(capsys, *SMALL, *HOST, *more, "--tries", "0")
     assert {found["tiers"][tier]["budget_bytes"] for tier in ("pinned", "cpu")} == {parse_size(limit)}
-
-
-@pytest.mark.slow
-def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
-    host = (*HOST, "--train.recompute", "always")
-    code, found = told(capsys, *SMALL, *host, "--lora.rank", "8", "--lora.target_modules", "all-linear")
-    held = {each["name"]: each["bytes"] for tier in found["tiers"].values() for each in tier["allocations"]}
-    assert (code, found["model"]) == (0, "LlamaForCausalLM")
-    assert "low" not in held, "the base is planned like bf16 files"
-    assert 0 < held["exp avg"] == held["gradients"] < held["weights"] / 20, "PEFT keeps adapters over bf16 in fp32"
-    assert found["step_seconds"] > 0
 
 
 def test_a_quantization_that_is_not_planned_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -142,17 +128,6 @@ def test_a_budget_that_no_setting_meets_is_told_what_it_has_to_be(capsys: pytest
     _, other = told(capsys, "--model.preset", "70b", "--hardware", "rtx-4090")
     assert not other["fits"]
     assert "memory" not in (other["fix"] or ""), "the machine has no more, and no budget is set"
-
-
-@pytest.mark.slow
-def test_a_flag_and_its_value_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
-    assert main([*words]) == 3
-    assert "the smallest change that fits: --offload.nvme_dir FOLDER" in (capsys.readouterr().out.splitlines())
-    assert main([*SMALL]) == 0
-    each = [line for line in capsys.readouterr().out.splitlines() if line.startswith("instead: ")]
-    assert each
-    assert all(len(line.split(": ")) == 3 for line in each), "one a line"
 
 
 @pytest.mark.slow
@@ -243,17 +218,10 @@ def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaConfig(**shape, vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    code, found = told(capsys, "--model.path", str(tmp_path / "config.json"), "--data.sequence_length", "64")
-    assert code == 0
-    assert set(found["tiers"]) <= TIERS
-    assert found["step_seconds"] > 0
-
-
-@pytest.mark.slow
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
+    assert main([*words]) == 3
+    assert "the smallest change that fits: --offload.nvme_dir FOLDER" in capsys.readouterr().out.splitlines()
     assert main([*SMALL[:4], "--train.compile", "never"]) == 0
     shown = capsys.readouterr().out
     for text in ("RTX 4090", "device", "exp avg sq", "step: ", "-bound", " tokens a step; this step has ", "it fits."):

@@ -133,40 +133,11 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
         assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
-        *[("num_train_epochs", "train.epochs"), ("lora_r", "lora.rank?"), ("bf16", "train.precision")],
-        ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
-        *[("max_seq_length", "data.sequence_length"), ("cutoff_len", "data.sequence_length")],
-        *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
-        *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
-        *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
-    ],
-)
-def test_names_of_other_trainers_suggest_ours(name: str, ours: str, tmp_path: Path) -> None:
-    file = tmp_path / "other.yaml"
-    file.write_text(f"{name}: 1\n")
-    for words in ([f"--{name}", "1"], [f"--train.{name.replace('_', '-')}", "1"], ["--config", str(file)]):
-        with pytest.raises(ConfigError) as caught:
-            parse_config(words, prog="train", description="")
-        is_section = name == "model" and words[0] != "--train.model"
-        assert is_section or f"(did you mean {ours}" in str(caught.value)
-
-
 def test_every_familiar_name_leads_to_a_key() -> None:
     known = {*all_keys(), "--gpus"}
     for name, ours in EQUIVALENT_SETTINGS.items():
         assert not [word for word in re.findall(r"--gpus|[a-z]+\.[a-z_]+", ours) if word not in known], name
         assert name not in {key.split(".")[1] for key in known if "." in key}, f"{name} is a key itself"
-
-
-def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, folder: Path) -> None:
-    """A wrong setting in a file. tests/cli/test_start.py tests the command line."""
-    (folder / "wrong.yaml").write_text("train: {stpes: 5}")
-    assert "did you mean train.steps?" in paragraph(train("--config", "wrong.yaml"), 2)
 
 
 @pytest.mark.slow
@@ -186,16 +157,6 @@ def test_a_run_that_cannot_be_is_refused(
     message = paragraph(train(*tiny, "--run.dir", "refused", *arguments), code)
     assert not [word for word in words if word not in message], message
     assert not (folder / "refused").exists()  # a refused run writes no files
-
-
-def test_an_earlier_run_is_never_touched(train: Train, folder: Path, tiny: list[str]) -> None:
-    (folder / "earlier").mkdir(exist_ok=True)
-    (folder / "earlier/metrics.jsonl").write_text("{}\n")
-    message = paragraph(train(*tiny, "--run.dir", "earlier"), 2)
-    assert "earlier" in message
-    assert "metrics.jsonl" in message
-    assert [file.name for file in (folder / "earlier").iterdir()] == ["metrics.jsonl"]
-    assert (folder / "earlier/metrics.jsonl").read_text() == "{}\n"
 
 
 def test_debug_adds_the_traceback(train: Train) -> None:

@@ -9,8 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.app.checkpoint_folder import Checkpoints
 from offload.app.config.config import Config
 from offload.lanes.timeline import LANES
-from tests.cli.conftest import EITHER
+from tests.cli.conftest import EITHER, training
 from tests.telemetry.reader import read_trace
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -90,38 +89,6 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
 
 
-@pytest.mark.slow
-def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:
-    run = folder / "slow"
-    throttle = "{h2d: 4MB, d2h: {bandwidth: 8MB, latency_seconds: 1e-3}}"
-    settings = ["--train.clip", "speculative", "--train.max_grad_norm", "0.01", "--train.steps", "3"]
-    result = train(*tiny, *settings, "--offload.throttle", throttle, "--run.dir", str(run))
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert list(lines[0]) == [*FIELDS, "corrected", "coarse"]
-    assert all(line["corrected"] > 0 for line in lines)  # the norm of the first gradients is below the total norm
-    for lane, rate in (("h2d", 4e6), ("d2h", 8e6)):
-        busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines)
-        assert busy > 0.8 * sum(line[f"{lane}_bytes"] for line in lines) / rate
-    for line in lines:
-        lanes = line["lanes"]
-        waited = sum(lane["exposed_seconds"] for lane in lanes.values())
-        assert waited > 0
-        assert waited + lanes["compute"]["busy_seconds"] <= line["step_seconds"] * 1.001
-
-    shown = read_trace(run / "trace.json.gz")
-    assert [work.name for work in shown["steps"]] == [f"step {number}" for number in range(1, 4)]
-    units = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
-    verbs = {f"{verb} {unit}" for verb in ("forward", "backward") for unit in units}
-    assert {work.name for work in shown["compute"]} == verbs
-    assert "prefetch: auto  # default; at least 0 ahead" in (run / "config.yaml").read_text()
-    assert "clip: speculative  # command line" in (run / "config.yaml").read_text()
-    again = train("--config", str(run / "config.yaml"), "--run.dir", str(folder / "slow-again"))
-    assert again.returncode == 0, again.stderr
-    losses = [json.loads(line)["loss"] for line in (folder / "slow-again/metrics.jsonl").read_text().splitlines()]
-    assert losses == [line["loss"] for line in lines]
-
-
 def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, tiny: list[str]) -> None:
     (folder / "runs/twice").mkdir(parents=True)
     result = train(*tiny, "--train.steps", "1", "--run.name", "twice", "--checkpoint.export", "false")
@@ -129,21 +96,6 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
     assert (folder / "runs/twice-2/metrics.jsonl").exists()
     assert not (folder / "runs/twice-2/hf").exists()
     assert not list((folder / "runs/twice").iterdir())
-
-
-@contextmanager
-def training(
-    folder: Path, environment: dict[str, str], begin: Begin, words: list[str], until: str = "step 10/"
-) -> Iterator[Any]:
-    """Yield a command that has printed a line with the prefix `until`. Kill the process at the end."""
-    process = begin(["-m", "offload.train", *words], cwd=folder, env=environment)
-    try:
-        for line in process.stdout:  # lines must be flushed at once, or this loop never ends
-            if line.startswith(until):
-                break
-        yield process
-    finally:
-        process.close()
 
 
 @pytest.mark.slow

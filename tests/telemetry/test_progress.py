@@ -184,17 +184,6 @@ def test_lines_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not [line for line in lines if "…" in line]
 
 
-def test_what_comes_before_the_first_step_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    streams = [Terminal(), io.StringIO()]
-    for stream in streams:
-        progress = make_progress(1, stream)
-        progress.show_activity("reading the weights")
-        progress.show_activity("trying the model")
-        progress.close()
-    assert ["reading the weights" in stream.getvalue() for stream in streams] == [True, True]
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
