@@ -94,7 +94,7 @@ class Training:
             num_shares = self.cell.ranks // self.cell.settings.get("sequence_parallel", 1)
             rows = [rows // num_shares] * num_shares
         whole = make(number, sum(rows)) if self.cell.length is None else make(number, sum(rows), self.cell.length)
-        return share(whole, rows, self.rank % len(rows))
+        return share(whole, rows, self.rank * len(rows) // self.cell.ranks)
 
     def step(self, engine: Engine, number: int) -> Step:
         """Train on batch `number`."""

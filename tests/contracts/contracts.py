@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,15 @@ def equals_reference(at: Setting) -> None:
     """Losses, norms and weights equal plain PyTorch."""
     case, training = at.case, at.training()
     assert case.reference is not None
+    within = case.within
+    if within is not None and at.settings["precision"] == "bf16":
+        within = 2e-2
     train_both(
         build(case.make),
         [training.batch(number) for number in range(2)],
         loss_fn=case.loss_fn,
         count=case.count,
-        within=case.within,
+        within=within,
         placement=training.placement,
         **{**training.settings, **case.reference(at.precision)},
     )[0].close()
@@ -197,6 +200,7 @@ def filling(model: nn.Module) -> Fill:
 def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
     """Job for one of `num_ranks` ranks: rank 0 has the first 3 rows of each batch, rank 1 the last row."""
     case = CASES[name]
+    case = replace(case, batch=case.ranks_batch or case.batch)
     cell = Cell({**PLACES[place], **case.placement}, settings, ranks=num_ranks, rows=[3, 1] if num_ranks > 1 else 4)
     with small(case):
         if num_ranks == 1:

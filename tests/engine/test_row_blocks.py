@@ -14,55 +14,41 @@ from torch import nn
 from torch.nn import functional
 
 from offload import Adafactor, AdamW, Engine, MeZO, Placement
-from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from offload.planning import memory
-from tests.cases.models import build, gpt2, llama
+from tests.cases.models import LARGE, TABLE_BYTES, build, gpt2, llama, table, table_tokens, tied_table
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.inside import head_of, memory_of, planned_bytes, unit_names
-from tests.engine.ranks import run
 from tests.engine.test_group_loss import Pairs
 
-VOCABULARY, HIDDEN = 4096, 32
-LAYER_BYTES = 4 * VOCABULARY * HIDDEN
-CHUNK_BYTES = LAYER_BYTES // 16
+HIDDEN = 32
+CHUNK_BYTES = TABLE_BYTES // 16
 ROUNDING = 2e-6
-
-
-def large(**settings: Any) -> nn.Module:
-    return llama(vocab_size=VOCABULARY, **settings)
-
-
-def tied(**settings: Any) -> nn.Module:
-    return large(tie_word_embeddings=True, **settings)
 
 
 def untrained() -> nn.Module:
     """Return a model with frozen vocabulary weights."""
-    model = tied()
+    model = tied_table()
     model.lm_head.weight.requires_grad_(False)
     return model
 
 
 def batches(number: int, rows: int = 2, length: int = 8) -> list[dict[str, torch.Tensor]]:
     """Return tokens from the whole vocabulary, with repeated tokens and ignored labels."""
-    made = []
-    for seed in range(number):
-        noise = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, VOCABULARY, (rows, length), generator=noise)
-        ids[:, 1] = ids[:, 0]
-        labels = ids.clone()
-        labels[0, 3:5] = -100
-        made.append({"input_ids": ids, "labels": labels})
+    made = [table_tokens(seed, rows, length, device="cpu") for seed in range(number)]
+    for batch in made:
+        for values in batch.values():
+            values[:, 1] = batch["input_ids"][:, 0]
+        batch["labels"][0, 3:5] = -100
     return made
 
 
 def small(**places: Any) -> Placement:
     """Return a placement with device memory for a quarter of the largest layer."""
-    return Placement(**{"parameters": "cpu", "optimizer": "cpu", "device_memory": LAYER_BYTES // 4} | places)
+    return Placement(**{"parameters": "cpu", "optimizer": "cpu", "device_memory": TABLE_BYTES // 4} | places)
 
 
 def rows_of(*sizes: int) -> list[int]:
@@ -113,11 +99,8 @@ def test_blocks_compute_what_the_whole_weight_does(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("make", "parameters", "activations", "settings"),
     [
-        (tied, "cpu", "device", {"clip": "deferred", "max_grad_norm": 0.1, "precision": "bf16"}),
-        (tied, "nvme", "cpu", {"clip": "speculative", "max_grad_norm": 1e6, "recompute": "always"}),
-        (tied, "cpu", "cpu", {"max_grad_norm": None, "micro_batch_size": 1}),
-        (large, "cpu", "device", {"clip": "speculative", "max_grad_norm": 1e6, "micro_batch_size": 1}),
-        (large, "nvme", "device", {"max_grad_norm": None, "precision": "bf16", "recompute": "always"}),
+        (table, "cpu", "device", {"clip": "speculative", "max_grad_norm": 1e6, "micro_batch_size": 1}),
+        (table, "nvme", "device", {"max_grad_norm": None, "precision": "bf16", "recompute": "always"}),
         (untrained, "nvme", "cpu", {"clip": "deferred", "max_grad_norm": 0.1, "micro_batch_size": 1}),
         (untrained, "cpu", "device", {"max_grad_norm": None, "precision": "bf16", "recompute": "always"}),
     ],
@@ -135,7 +118,7 @@ def test_a_vocabulary_larger_than_the_device(
     assert sum("embed_tokens[" in name for name in unit_names(engine)) in (8, 16)
     assert "model.embed_tokens.weight in " in engine.told_tiles
     if own_device().type == "cpu":
-        assert engine.counters.peak_device_bytes <= LAYER_BYTES // 4
+        assert engine.counters.peak_device_bytes <= TABLE_BYTES // 4
     planned = planned_bytes(engine)
     for tier, name, num_bytes in engine.allocations:
         assert tier == "device" or num_bytes == planned.get((tier, name), num_bytes), name
@@ -148,7 +131,7 @@ def test_a_loss_of_log_probabilities_over_blocks() -> None:
     (batch,) = batches(1, rows=4)
     batch["labels"][:, :2] = -100
     for place in (Placement(), small()):
-        with Engine(build(tied), PROPORTIONAL, place, head_chunk_bytes=CHUNK_BYTES) as engine:
+        with Engine(build(tied_table), PROPORTIONAL, place, head_chunk_bytes=CHUNK_BYTES) as engine:
             losses.append([engine.step(batch, loss_fn=Pairs()).loss.item() for _ in range(2)])
             found.append(weights(engine))
             assert isinstance(head_of(engine), RowBlockHead) == bool(engine.told_tiles)
@@ -158,7 +141,7 @@ def test_a_loss_of_log_probabilities_over_blocks() -> None:
 
 def wide() -> nn.Module:
     """Return a model with an MLP larger than the device, few rows in the last layer, and small attention."""
-    return llama(intermediate_size=VOCABULARY, num_hidden_layers=1)
+    return llama(intermediate_size=LARGE, num_hidden_layers=1)
 
 
 class Biased(nn.Module):
@@ -167,7 +150,7 @@ class Biased(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(64, HIDDEN)
-        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY))])
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, LARGE))])
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         scores = self.layers[0](self.table(input_ids))
@@ -178,7 +161,7 @@ class Biased(nn.Module):
 @pytest.mark.parametrize(
     ("make", "settings", "places", "names"),
     [
-        (wide, {}, {"device_memory": LAYER_BYTES}, ["up_proj[", "down_proj[", "q_proj"]),
+        (wide, {}, {"device_memory": TABLE_BYTES}, ["up_proj[", "down_proj[", "q_proj"]),
         (Biased, {"clip": "speculative"}, {"parameters": "nvme", "optimizer": "nvme"}, ["0.1[128:256]", "0.0"]),
     ],
     ids=["on a device of one of its layers", "states on disk, speculative clipping"],
@@ -206,8 +189,8 @@ def test_a_linear_layer_in_a_block_that_is_larger_than_the_device(
 @pytest.mark.slow
 def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> None:
     one, *rest = batches(3)
-    whole = Engine(build(tied), PROPORTIONAL)
-    model = build(tied)
+    whole = Engine(build(tied_table), PROPORTIONAL)
+    model = build(tied_table)
     cut = Engine(model, PROPORTIONAL, small())
     for engine in (cut, whole):
         engine.step(one)
@@ -242,7 +225,7 @@ class ByProduct(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, HIDDEN)
+        self.table = nn.Embedding(LARGE, HIDDEN)
         self.layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -263,14 +246,14 @@ def test_only_gradients_of_shared_blocks_are_summed_on_the_host(
     for part in (1 << 23, 1000):
         monkeypatch.setattr(memory, "_SUMMED_PART", part)
         places: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
-        placement = Placement(device_memory=LAYER_BYTES // 4, nvme_dir=tmp_path, **places)
+        placement = Placement(device_memory=TABLE_BYTES // 4, nvme_dir=tmp_path, **places)
         torch.manual_seed(0)
-        with Engine(tied(), AdamW(lr=1e-2), placement, precision=precision) as engine:
+        with Engine(tied_table(), AdamW(lr=1e-2), placement, precision=precision) as engine:
             for batch in batches(2):
                 engine.step(batch)
             host = memory_of(engine).host.allocations
-            assert host["gradients"] == LAYER_BYTES
-            assert host["gradient staging"] <= 2 * min(4 * part, LAYER_BYTES // 2)
+            assert host["gradients"] == TABLE_BYTES
+            assert host["gradient staging"] <= 2 * min(4 * part, TABLE_BYTES // 2)
             weights_of.append(weights(engine))
     assert_same(*weights_of)
 
@@ -307,35 +290,14 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("rule", "model", "share", "why"),
     [
-        (Adafactor(), large, 4, "Adafactor updates it as a whole"),
-        (MeZO(), large, 4, "MeZO samples its random direction as a whole"),
+        (Adafactor(), table, 4, "Adafactor updates it as a whole"),
+        (MeZO(), table, 4, "MeZO samples its random direction as a whole"),
         (AdamW(), lambda: gpt2(n_inner=8192), 4, "Conv1D is neither a linear layer nor an embedding"),
         (AdamW(), Recurrent, 8, "LSTM is neither a linear layer nor an embedding"),
-        (AdamW(), large, 256, "it would need more than 256 blocks"),
+        (AdamW(), table, 256, "it would need more than 256 blocks"),
     ],
     ids=["Adafactor", "MeZO", "Conv1D", "LSTM", "many"],
 )
 def test_what_cannot_be_cut_is_told(rule: Any, model: Callable[[], nn.Module], share: int, why: str) -> None:
     with pytest.raises(DoesNotFitError, match=why):
-        Engine(build(model), rule, small(device_memory=LAYER_BYTES // share))
-
-
-def of_a_rank(replicas: int) -> list[float]:
-    settings = {"head_chunk_bytes": CHUNK_BYTES, "replicas": replicas}
-    with open_comm() as comm, Engine(build(tied), PROPORTIONAL, small(), comm=comm, **settings) as engine:
-        results = []
-        for batch in batches(2):
-            result = engine.step({key: value[comm.rank : comm.rank + 1] for key, value in batch.items()})
-            results += [result.loss.item(), result.grad_norm]
-        assert isinstance(head_of(engine), RowBlockHead)
-        return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_two_ranks_train_in_blocks_of_rows(replicas: int) -> None:
-    with Engine(build(tied), PROPORTIONAL) as engine:
-        wanted = [value for batch in batches(2) for r in [engine.step(batch)] for value in (r.loss.item(), r.grad_norm)]
-    one, other = run(2, of_a_rank, replicas=replicas)
-    assert one == other
-    assert one == pytest.approx(wanted, rel=1e-6)
+        Engine(build(model), rule, small(device_memory=TABLE_BYTES // share))

@@ -1,9 +1,10 @@
-"""Update rules: separate planes on all tiers, and clipping for rules without a correction."""
+"""Update rules: separate planes on all tiers, clipping for rules without a correction, and rules on whole matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,23 @@ import pytest
 import torch
 from torch import nn
 
-from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
+from offload import SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
+from offload.distributed.joining import open_comm
 from offload.engine.methods import method
 from offload.engine.steps import METHODS
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError
+from offload.layout import build_regions
 from offload.layout.planes import Plane
 from offload.native import kernels
 from offload.optim import rule as optimizer_rule
 from offload.optim.rule import ParameterTraits, UpdateRule
-from offload.planning import disk
 from tests.cases.models import batches, build, llama, tokens
 from tests.engine.compare import PLACES, assert_same, assert_weights, placed, train_both, updating_device, weights
-from tests.engine.device import own_device
+from tests.engine.device import LEDGER, own_device
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of, run_example, stored_factors, stored_plane
 from tests.engine.ranks import run
-from tests.engine.ranks_child import trained, wide_llama
+from tests.engine.ranks_child import CASES, opened
 from tests.engine.reference import Reference
 from tests.engine.test_delay import Late
 
@@ -100,7 +102,6 @@ RULES: dict[str, UpdateRule] = {
     "counting": Counting(),
     "blocks": Blocks(),
     "sgd": SGD(lr=0.1, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),)),
-    "adalomo": MATRIX["adalomo"],
     **{name: rule for name, rule in SMALL.items() if name != "AdamW int8"},
 }
 """Rules without a case of their own in `tests.contracts`."""
@@ -190,25 +191,6 @@ def mean_square(outputs: torch.Tensor, _batch: Any) -> torch.Tensor:
     return outputs.square().mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule",
-    [AdamW(), AdamW(states="bf16"), Lion(), SGD(), Adafactor(), Muon(), AdaLomo(), LOMO(), MeZO()],
-    ids=lambda rule: rule.title,
-)
-def test_widths_that_are_multiples_of_nothing(rule: UpdateRule, tmp_path: Path, monkeypatch: Any) -> None:
-    for width, largest in ((5, 2048), (37, 1 << 22), (100, 1 << 22), (132, 2048)):
-        monkeypatch.setattr(disk, "_LARGEST_TILE", largest)
-        found = []
-        for place in ("cpu", "nvme"):
-            batch = {"x": torch.ones(2, width, device=own_device())}
-            with Engine(build(lambda: Wide(width)), rule, placed(place, tmp_path)) as engine:  # noqa: B023
-                engine.step(batch, mean_square)
-                found.append((weights(engine), float(engine.step(batch, mean_square).loss)))
-        assert found[0][1] == found[1][1]
-        assert_same(found[1][0], found[0][0])
-
-
 def test_eps_may_be_zero() -> None:
     """If no gradient is zero. The padding between parameters is zero, without gradients."""
     batch = {"x": torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).to(own_device())}
@@ -216,24 +198,6 @@ def test_eps_may_be_zero() -> None:
     train_both(build(lambda: Wide(12)), [batch] * 3, loss_fn=mean_square, optimizer=rule, clip="deferred")
     engine = Engine(build(lambda: Wide(12)), rule, max_grad_norm=1e-3, clip="speculative")
     assert [engine.step(batch, mean_square).corrected > 0 for _ in range(2)] == [True, True]
-
-
-@pytest.mark.slow
-def test_groups_give_other_rules(tmp_path: Path) -> None:
-    groups = (
-        ("norm", {"rule": Counting(lr=0.2), "lr_scale": 0.5}),
-        ("mlp", {"rule": Blocks(groups=(("up", {"lr_scale": 2.0}),)), "weight_decay": 0.0}),
-        ("q_proj", {"lr_scale": 0.1}),
-    )
-    rule = AdamW(lr=0.01, groups=groups)
-    engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed("nvme", tmp_path))
-    engine.finish()
-    for info in parts_of(engine).infos:
-        own = [plane.name for plane in parts_of(engine).store.values.region(info.index).states]
-        kind = "times" if "norm" in info.name else "code" if "mlp" in info.name else "exp_avg"
-        assert kind in own
-        found = stored_plane(parts_of(engine).store, info.index, kind)
-        assert torch.equal(found, reference.states[info.name][kind].view(-1).cpu()), info.name
 
 
 def test_a_rule_without_a_correction_is_deferred() -> None:
@@ -294,25 +258,6 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
     assert torch.equal(*found) == ("int8" in rule)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["AdamW int8", "Lion bf16"])
-def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
-    """One and three ranks with bit-equal gradients: shard borders do not change the result."""
-    found = []
-    for size in (1, 3):
-        runs = [
-            {"case": case, "rows": (1,) * size, "num_steps": 2, "optimizer": SMALL[rule], "max_grad_norm": None}
-            | {"zero_stage": stage, "placement": placement, "folder": str(tmp_path)}
-            for case in ("first row", "first row in bf16")
-            for stage, placement in ((0, {}), (3, PLACES["nvme"]))
-        ]
-        found.append(run(size, trained, runs=runs))
-    for by_rank in found:
-        for one in by_rank:
-            for other, wanted in zip(one, found[0][0], strict=True):
-                assert_same(other.weights, wanted.weights)
-
-
 def test_int8_keeps_embeddings_and_small_parameters_in_fp32() -> None:
     rule = AdamW(states="int8", groups=(("up", {"rule": Lion(states="int8")}), ("q", {"lr_scale": 0.5})))
     kept = {"is_embedding": True, "shape": (1000, 10)}, {"shape": (4095,)}, {"shape": (63, 65)}
@@ -344,7 +289,8 @@ def test_small_states_take_the_bytes_that_are_promised(
 ) -> None:
     """Exact bytes in bf16, for parameters with small states: 2 bytes more for a gradient that waits for the norm."""
     settings = {"precision": "bf16", "max_grad_norm": 1.0 if clips else None, "clip": "deferred"}
-    engine = Engine(build(wide_llama), rule, placed(place, tmp_path), **settings)
+    make = partial(llama, hidden_size=40, intermediate_size=107, num_hidden_layers=1, vocab_size=67)
+    engine = Engine(build(make), rule, placed(place, tmp_path), **settings)
     layout = parts_of(engine)
     small = sum(r.numel for r in layout.regions if r.rule == 0)
     kept = sum(r.numel for r in layout.regions) - small
@@ -445,3 +391,76 @@ def test_the_example_of_a_method_trains(monkeypatch: pytest.MonkeyPatch, capsys:
     assert printed.step(tokens()).loss == result.loss
     assert capsys.readouterr().out == f"{result.grad_norm}\n"
     assert_same(weights(printed), weights(plain))
+
+
+# -- rules on whole matrices -----------------------------------------------------------------------------------------
+
+
+@LEDGER
+def test_what_is_kept_is_planned_to_the_byte() -> None:
+    """Adafactor's factors on the host and Muon's workspace on the device are planned exactly. One byte less on the host
+    is refused at once.
+    """
+    for rule, key, tier in ((MATRIX["adafactor"], "host_memory", "cpu"), (MATRIX["muon"], "device_memory", "device")):
+        places = {"parameters": "cpu", "optimizer": "cpu"}
+        engine = Engine(build(llama), rule, Placement(**places))
+        needed = sum(size for where, _, size in engine.allocations if where == tier)
+        Engine(build(llama), rule, Placement(**places, **{key: needed})).close()
+        if tier == "cpu":  # with less device memory, smaller units would fit
+            with pytest.raises(DoesNotFitError, match="row var"):
+                Engine(build(llama), rule, Placement(**places, **{key: needed - 1}))
+    infos = parts_of(engine).infos
+    largest = max(MATRIX["muon"].workspace_bytes(info.shape) for info in infos if info.rule == 0)
+    assert ("device", "update workspace", largest) in engine.allocations
+
+
+def refused_padding() -> str:
+    """Build an engine with ranges of mostly padding. Return the error message."""
+    with pytest.MonkeyPatch.context() as patch, open_comm() as comm:
+        patch.setattr(build_regions, "_MOST_PADDING", 0)
+        with pytest.raises(ConfigError) as caught:
+            opened(comm, CASES["plain"], optimizer=Adafactor(), zero_stage=3)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
+    for told in run(3, refused_padding):
+        assert "needs whole matrices" in told
+        assert "--offload.zero_stage 0" in told
+        assert "--optimizer.groups" in told
+
+
+@pytest.mark.slow
+def test_another_rules_states_are_refused_or_begin_anew(tmp_path: Path) -> None:
+    """With `reset=True` the engine equals a new engine over the loaded weights, regardless of earlier training."""
+    first = Engine(build(llama), AdamW(lr=0.01))
+    for seed in range(2):
+        first.step(tokens(seed))
+    first.save_checkpoint(tmp_path / "saved", {"step": 2})
+    for rule in MATRIX.values():
+        engine = Engine(build(llama, seed=3), rule, placed("nvme", tmp_path))
+        engine.step(tokens(8))
+        told = rf"saved contains optimizer states of AdamW .*exp_avg.*{type(rule).__name__}.*"
+        with pytest.raises(ConfigError, match=told + r"--optimizer\.name.*--optimizer\.reset.*reset=True"):
+            engine.load_checkpoint(tmp_path / "saved")
+        with pytest.warns(UserWarning, match="another update rule"):
+            assert engine.load_checkpoint(tmp_path / "saved", reset=True) == {"step": 2}
+        assert_same(weights(engine), weights(first))
+        other = build(llama)
+        with torch.no_grad():
+            for (_, p), value in zip(other.named_parameters(), weights(first).values(), strict=True):
+                p.copy_(value)
+        anew = Engine(other, rule)
+        for seed in range(2):
+            assert engine.step(tokens(seed)).loss.item() == anew.step(tokens(seed)).loss.item()
+        assert_same(weights(engine), weights(anew))
+        engine.close()
+
+
+def test_another_models_checkpoint_is_refused_with_reset_too(tmp_path: Path) -> None:
+    engine = Engine(build(llama), AdamW())
+    engine.save_checkpoint(tmp_path / "saved")
+    other = Engine(build(lambda: llama(intermediate_size=64)), Adafactor())
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        other.load_checkpoint(tmp_path / "saved", reset=True)
