@@ -6,7 +6,6 @@ python -m tests.engine.ranks_child serve | steps WAY STAGE FOLDER [DISPATCH]
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import math
 import os
 import signal
@@ -22,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,22 +28,21 @@ from offload import AdamW, Engine, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.watchdog import WatchdogLimits
-from offload.errors import ConfigError, OffloadError, RankLostError
+from offload.errors import ConfigError, NonFiniteError, OffloadError, RankLostError
 from offload.lanes.streams import StreamLanes
-from offload.lanes.threads import ThreadLane
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence
 from tests import accelerator
 from tests.cases.features import BF16, HANDMADE, Case, Cell
-from tests.cases.models import build, first_row, freeze, gpt2, llama, tokens
+from tests.cases.models import build, freeze, gpt2, llama, tokens
 from tests.cases.run import Step, Training, small
 from tests.engine.handmade import words
 from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import serve
 from tests.engine.reference import Batch, comparable
+from tests.engine.shared_child import SHARED
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
 from tests.engine.test_parameters import Mixture, mixed
-from tests.forks import PATIENCE_S
 
 JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 """Comm times for jobs: patient on a busy machine, but a stalled rank is reported well before the job timeout."""
@@ -54,7 +51,7 @@ SMOOTH = AdamW(
     betas=(0.9, 0.99),
     eps=1.0,
     weight_decay=0.1,
-    groups=[("up|q_proj|0.norm.weight", {"lr_scale": 0.5}), ("norm", {})],
+    groups=[("up|q_proj|c_attn|0.norm.weight", {"lr_scale": 0.5}), ("norm|ln_", {})],
 )
 """An update as precise as the gradients, with optimizer state.
 
@@ -116,20 +113,14 @@ def plain_dropout() -> nn.Module:
     return gpt2(n_layer=1)
 
 
-def wide_llama() -> nn.Module:
-    """Return a model with matrices above 4096 elements, the minimum for 8-bit moments."""
-    return odd_llama(intermediate_size=107, num_hidden_layers=1)
-
-
 CASES = {
     "plain": Case(odd_llama),
-    "first row": Case(wide_llama, batch=first_row),
-    "first row in bf16": Case(wide_llama, BF16, batch=first_row),
     "tied": Case(tied_llama),
     "frozen in bf16": Case(frozen_llama, BF16),
     "experts": Case(Mixture, **HANDMADE | {"batch": routed}),
     "two dtypes": Case(mixed, BF16, **HANDMADE, reference=lambda precision: {"kept": lambda name: "norm" in name}),
     "mixes rows": Case(Centring, **HANDMADE),
+    **SHARED,
     "spiking": Case(Spiking, **HANDMADE),
 }
 WITHIN = {"fp32": 1e-6, "bf16": 4e-3}
@@ -146,6 +137,7 @@ COUNTED = (
     "all_gather_elements",
     "reduce_scatter_elements",
     "network_bytes",
+    "all_to_all_elements",
 )
 
 
@@ -173,7 +165,7 @@ class Found:
     @property
     def results(self) -> str:
         """All numbers as text, so NaN equals NaN."""
-        return f"{self.steps} {self.evaluated}"
+        return f"{self.steps} {self.evaluated} {self.error}"
 
 
 def opened(comm: Comm | None, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
@@ -197,7 +189,8 @@ def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **s
 
     seeds: batch seeds, one per step; skipping: the step to leave out; evaluate: the step before an evaluation;
     is_counted: compare moved bytes, so spare accelerator memory keeps no units; spike: (step, rank, factor) for a
-    gradient; unlabelled: the rank without targets.
+    gradient; unlabelled: the rank without targets. A step with gradients that are not finite ends with an error in the
+    results.
     """
     known, found = CASES[case], Found()
     seeds = settings.pop("seeds", range(num_steps))
@@ -209,14 +202,17 @@ def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **s
     assert comm is None or (rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
         leave_spare_memory(engine)
-    training = training_of(known, rows, rank, unlabelled)
+    training = training_of(known, rows, engine, unlabelled)
     for step, seed in enumerate(seeds):
         if spike[0] is not None:
             engine.model.factor = spike[2] if spike[:2] == (step, rank) else 1.0
-        found.steps.append(training.step(engine, seed))
+        try:
+            found.steps.append(training.step(engine, seed))
+        except NonFiniteError as caught:
+            found.error = type(caught).__name__, str(caught)
         found.moved.append(numbers(engine.counters))
         if evaluate == step:
-            batch = training_of(known, rows, rank).batch(99)
+            batch = training_of(known, rows, engine).batch(99)
             found.evaluated.append(engine.evaluate(batch, known.loss_fn).item())
             assert numbers(engine.counters) == found.moved[-1], "evaluation leaves the counters alone"
     found.weights = dict(engine.named_parameters())
@@ -226,14 +222,14 @@ def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **s
     return found
 
 
-def training_of(case: Case, rows: Sequence[int], rank: int, unlabelled: int | None = None) -> Training:
+def training_of(case: Case, rows: Sequence[int], engine: Engine, unlabelled: int | None = None) -> Training:
     """Return steps on this rank's rows. unlabelled: the rank without targets."""
 
     def batch(seed: int, num_rows: int) -> Batch:
         whole = case.batch(seed, num_rows)
         return whole if unlabelled is None else without_targets(whole, rows, unlabelled)
 
-    return Training(case, Cell(batch=batch, rows=rows, ranks=len(rows)), Path(), rank)
+    return Training(case, Cell(batch=batch, rows=rows, ranks=engine.world_size), Path(), engine.rank)
 
 
 def numbers(counters: Any) -> dict[str, int]:
@@ -266,38 +262,6 @@ def trained_on_simulated_devices(
             patch.setattr(StreamLanes, "enter", lambda self: None)
         found = trained(runs)
     return found, [control.has_context(number) for number in range(control.num_devices)]
-
-
-def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Run `trained` on two ranks, in lockstep: each H2D copy starts after the other rank's copy has begun."""
-    submit, numbers = ThreadLane.submit, itertools.count()
-    rank = int(os.environ["RANK"])
-
-    def together(self: ThreadLane, work: Callable[[], object], **how: Any) -> Ticket:
-        number = next(numbers) if self.name == "h2d" else None
-
-        def meet() -> None:
-            if number is not None:
-                Path(folder, f"{number}-{rank}").touch()
-                until = time.monotonic() + PATIENCE_S / 2
-                while not Path(folder, f"{number}-{1 - rank}").exists():
-                    assert time.monotonic() < until, "the other rank waits for this one's copy"
-                    time.sleep(0.001)
-            work()
-
-        return submit(self, meet, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadLane, "submit", together)
-        return trained(runs)
-
-
-def opened_by_itself(**run: Any) -> Found:
-    """Train with a process group created and destroyed by the engine."""
-    assert not dist.is_initialized()
-    found = train(None, **run)
-    assert not dist.is_initialized(), "the group that the engine made is gone with it"
-    return found
 
 
 def own_loop(case: str, num_steps: int, **settings: Any) -> Found:
@@ -354,28 +318,8 @@ def dropped_out(stages: Sequence[int], num_steps: int) -> list[Found]:
     return runs
 
 
-def stopped_by_inf(spike: tuple[int, int, float], **run: Any) -> tuple[tuple[str, str], Found]:
-    """Train with one step where one rank's gradients are not finite. Return the error and the results of the other
-    steps.
-    """
-    known, found, error = CASES["spiking"], Found(), ("", "")
-    with open_comm(times=JOB) as comm:
-        engine = opened(comm, known, clip="deferred", zero_stage=run["zero_stage"])
-        training = training_of(known, run["rows"], comm.rank)
-        for step in range(run["num_steps"]):
-            engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
-            try:
-                found.steps.append(training.step(engine, step))
-            except OffloadError as caught:
-                assert step == spike[0]
-                error = type(caught).__name__, str(caught)
-        found.weights = dict(engine.named_parameters())
-        engine.close()
-    return error, found
-
-
 def refused(way: str, zero_stage: int = 3) -> tuple[str, str]:
-    """Let rank 1 differ by `way`, and return the error on this rank.
+    """Let rank 1 differ by `way`, or all ranks have no targets. Return the error on this rank.
 
     All ranks refuse the call together. Afterwards they train.
     """
@@ -394,7 +338,10 @@ def refused(way: str, zero_stage: int = 3) -> tuple[str, str]:
         if error is None:
             engine.step(tokens(0))
             try:
-                if way == "evaluates" and other:
+                if way == "no targets":
+                    batch = tokens(1)
+                    engine.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
+                elif way == "evaluates" and other:
                     engine.evaluate(tokens(1))
                 elif way == "updates" and other:
                     engine.backward(engine.model(**tokens(1)).loss)
@@ -422,18 +369,6 @@ OTHER_BATCHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "no rows": lambda batch: {key: value[:0] for key, value in batch.items()},
     "misspelt": lambda batch: {"input_idz": batch["input_ids"], "labels": batch["labels"]},
 }
-
-
-def unlabelled_everywhere() -> tuple[str, str]:
-    """Step without targets on any rank. Return the error. A further step works."""
-    with open_comm(times=JOB) as comm:
-        engine, batch = opened(comm, CASES["plain"]), tokens(1)
-        engine.step(tokens(0))
-        with pytest.raises(OffloadError) as caught:
-            engine.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
-        engine.step(tokens(2))
-        engine.close()
-    return type(caught.value).__name__, str(caught.value)
 
 
 def frozen_later(**settings: Any) -> bool:

@@ -1,26 +1,48 @@
-"""Rank jobs for tests/engine/test_shared_sequences.py."""
+"""Cases of tests/engine/test_shared_sequences.py, for rank jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload import AdamW, Engine, Placement
-from offload.distributed.comm import Comm
-from offload.distributed.joining import open_comm
-from offload.errors import ConfigError, OffloadError
-from tests.cases.models import build, gpt2, mamba, mixtral
-from tests.cases.run import small
-from tests.engine.ranks_child import JOB
+from tests.cases.features import BF16, Case
+from tests.cases.models import TABLE_BYTES, gemma2, gpt2, llama, mamba, mixtral, qwen3, table, table_tokens, tokens
 
-Batch = Mapping[str, torch.Tensor]
-SMOOTH = AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1)
-"""An update as precise as the gradients. See tests/engine/ranks_child.py."""
+Batch = dict[str, Tensor]
+LENGTH = 12
+rows_of = partial(tokens, length=LENGTH)
+
+
+def packed(seed: int, rows: int) -> Batch:
+    """Rows with several documents: one begins inside each rank's part, and one crosses the border."""
+    batch = rows_of(seed, rows)
+    positions = torch.arange(LENGTH).repeat(rows, 1)
+    positions[:, 5:] -= 5
+    positions[1:, 9:] -= 4
+    return {**batch, "position_ids": positions.to(batch["labels"].device)}
+
+
+def padded(seed: int, rows: int) -> Batch:
+    batch = rows_of(seed, rows)
+    mask = torch.ones_like(batch["labels"])
+    mask[0, -3:], mask[1, -7:] = 0, 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def mixed(seed: int, rows: int) -> Batch:
+    """Alternate between plain, packed and padded rows."""
+    return (rows_of, packed, padded)[seed % 3](seed, rows)
+
+
+def answers(seed: int, rows: int) -> Batch:
+    """Targets only at the end of rows: none on the first rank, some at the border."""
+    batch = rows_of(seed, rows)
+    batch["labels"][:, : LENGTH // 2] = -100
+    return batch
 
 
 def still_gpt2() -> nn.Module:
@@ -38,7 +60,7 @@ class Blurred(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.block(hidden + 0.5 * nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0)), *args, **kwargs)
 
 
@@ -50,57 +72,24 @@ def blurred_gpt2() -> nn.Module:
 
 MIXING = {"a router's loss": with_router_loss, "linear attention": mamba, "a shift of tokens": blurred_gpt2}
 """Models with operations across tokens that ranks cannot share."""
-
-
-@dataclass
-class Shared:
-    """Results from one run on one rank.
-
-    steps: (loss, norm, targets) per step; evaluated: loss after the last step; exchanged: elements exchanged by
-    attention in the last step; error: the error message, empty without one.
-    """
-
-    steps: list[tuple[float, float, int | None]] = field(default_factory=list)
-    evaluated: float = 0.0
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    exchanged: int = 0
-    error: str = ""
-
-
-def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], **settings: Any) -> Shared:
-    """Train on all batches but the last, and evaluate the last.
-
-    All ranks in a group get the same rows. `alike=False`: ranks in one group get different batches.
-    """
-    placement, size, alike = settings.pop("placement", {}), settings["sequence_parallel"], settings.pop("alike", True)
-    found = Shared()
-
-    def own(batch: Batch) -> Batch:
-        (group, place), num_groups = comm.group_of(size), comm.size // size
-        rows = len(batch["labels"])
-        mine = {key: its[rows * group // num_groups : rows * (group + 1) // num_groups] for key, its in batch.items()}
-        return mine if alike or not place else {**mine, "input_ids": mine["input_ids"].flip(1)}
-
-    try:
-        with Engine(build(make), SMOOTH, Placement(**placement), comm=comm, **settings) as engine:
-            *trained, last = batches
-            for batch in trained:
-                result = engine.step(own(batch))
-                found.steps.append((result.loss.item(), result.grad_norm, result.tokens))
-                found.exchanged = engine.counters.all_to_all_elements
-            found.evaluated = engine.evaluate(own(last)).item()
-            few = {"input_ids": last["input_ids"][:1, :5].to(engine.device)}
-            with torch.no_grad():
-                assert engine.model(**few).logits.shape[:2] == (1, 5), "a caller's own rows are whole"
-            found.weights = dict(engine.named_parameters())
-            with pytest.raises(ConfigError, match="your own training loop, where the engine cannot split rows"):
-                engine.model(**few)
-    except OffloadError as error:
-        found.error = f"{type(error).__name__}: {error}"
-    return found
-
-
-def trained(runs: Sequence[Mapping[str, Any]]) -> list[Shared]:
-    """Train the runs one after another over one comm."""
-    with open_comm(times=JOB) as comm, small():
-        return [train(comm, **run) for run in runs]
+PACKED = Case(llama, batch=packed)
+SHARED: dict[str, Case] = {
+    "packed": PACKED,
+    "masks that come and go, in micro-batches": Case(llama, {"micro_batch_size": 2}, batch=mixed),
+    "answers alone": Case(mixtral, {"recompute": "never"}, batch=answers),
+    "graphs where there is room": Case(qwen3, {"recompute": "auto"}, batch=rows_of),
+    "positions in a table": Case(still_gpt2, batch=padded),
+    "eager, soft-capped": Case(gemma2, batch=packed),
+    "a row more or less": Case(llama, {"zero_stage": 0}, batch=partial(tokens, length=LENGTH + 1)),
+    "tiles": Case(llama, {"sequence_tile": 2}, batch=rows_of),
+    "chunks": replace(PACKED, settings={"head_chunk_bytes": 2000, "debug": 3}),
+    "inputs on the host": Case(mixtral, placement={"activations": "cpu"}, batch=rows_of),
+    "streamed experts": Case(mixtral, placement={"experts": "streamed"}, batch=rows_of),
+    "blocks of rows": Case(
+        table,
+        {"head_chunk_bytes": TABLE_BYTES // 16},
+        {"device_memory": TABLE_BYTES // 3},
+        batch=partial(table_tokens, length=LENGTH),
+    ),
+    "bf16": Case(llama, BF16, batch=rows_of),
+}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cases.models import build
 from tests.engine.ranks import run
-from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained, trained_in_lockstep
+from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained
 from tests.engine.sizes import Elements
 
 STAGES = (0, 1, 2, 3)
@@ -177,18 +177,3 @@ def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path:
 
 
 # -- bandwidth -------------------------------------------------------------------------------------------------------
-
-
-def test_the_links_of_all_ranks_add_up(tmp_path: Path) -> None:
-    """Two ranks copy half of the weights each, at the same time.
-
-    Every copy waits for the copy with the same number on the other rank.
-    Break: copy whole weights on every rank, or the shards of the ranks one after another.
-    """
-    run_of: dict[str, Any] = {"case": "plain", "rows": (1, 1), "num_steps": 3, "zero_stage": 3, "prefetch": 2}
-    runs = [{**run_of, "throttle": {"h2d": {"latency_seconds": 1e-4}}}]  # with latency the lane has a thread
-    one, other = run(2, trained_in_lockstep, folder=str(tmp_path), runs=runs)
-    fetched = Elements(build(odd_llama), 2).fetched
-    for moved in (one[0].moved[-1], other[0].moved[-1]):
-        assert moved["h2d_bytes"] * 2 <= 4 * fetched
-    assert len(list(tmp_path.iterdir())) > 2 * 6, "copies that met"

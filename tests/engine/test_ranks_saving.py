@@ -108,23 +108,41 @@ def gone_on(path: str, loops: bool) -> list[dict[str, Any]]:
     return found
 
 
+REPLICAS: dict[str, Any] = {"replicas": 2}
+
+
 @pytest.mark.parametrize(
-    ("case", "stage", "rule"),
-    [("tied", 0, SMOOTH), ("two dtypes", 1, SMOOTH), ("tied", 3, SMOOTH), ("plain", 3, Muon())],
+    ("case", "stage", "rule", "how"),
+    [
+        ("tied", 0, SMOOTH, {}),
+        ("two dtypes", 1, SMOOTH, {}),
+        ("tied", 3, SMOOTH, {}),
+        ("plain", 3, Muon(), {}),
+        ("two dtypes", 0, SMOOTH, REPLICAS),
+        ("two dtypes", 3, SMOOTH, REPLICAS),
+        ("two dtypes", 3, SMOOTH, REPLICAS | {"replica_states": "shared"}),
+    ],
 )
-def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, rule: UpdateRule, tmp_path: Path) -> None:
-    """Two ranks save on disk. Three ranks in memory, and one rank, resume and save again: all states keep their bits.
+def test_any_number_of_ranks_and_replicas_reads_what_others_wrote(
+    case: str, stage: int, rule: UpdateRule, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ranks save on disk. Other numbers of ranks in memory resume and save again: all states keep their bits, once.
 
     Break: write replicated states whole, or the rank's range of another plane; leave the weight ranges of other ranks
-    unread.
+    unread; with replicas write the shard instead of the piece.
     """
-    first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
+    first = tmp_path / "first"
     common: dict[str, Any] = {"case": case, "zero_stage": stage, "optimizer": rule}
-    run(2, save, **common, **ON_DISK, folder=str(tmp_path), rows=(2, 1), path=str(first))
+    others = [1] * (3 if how else 1)
+    run(len(others) + 1, save, **common, **how, **ON_DISK, folder=str(tmp_path), rows=(2, *others), path=str(first))
     wanted = read_all(first)
     assert any((flat != 0).any() for (_, plane), flat in wanted.items() if plane == "exp_avg_sq")
-    for size, path in ((3, again), (1, alone)):
-        metas = run(size, save, **common, rows=(1,) * size, path=str(path), resume=str(first))
+    readers: list[tuple[int, dict[str, Any]]] = [(3, {}), (1, {})]
+    if how:
+        readers = [(3, {"replicas": 3}), (1, {}), (4, how), (4, REPLICAS)]
+    for number, (size, its) in enumerate(readers):
+        path = tmp_path / str(number)
+        metas = run(size, save, **common, **its, rows=(1,) * size, path=str(path), resume=str(first))
         assert metas == [{"case": case}] * size
         found = read_all(path)
         assert found.keys() == wanted.keys()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload import Muon
 from offload.distributed.joining import open_comm
@@ -33,7 +32,6 @@ from tests.engine.test_ranks import (
     settings_of,
 )
 from tests.engine.test_ranks import train as train_on_ranks
-from tests.engine.test_ranks_saving import read_all, save
 from tests.matrix import cover
 
 REPLICAS = ("2 of 2", "2 of 2, shared", "2 of 1", "3 of 1")
@@ -119,28 +117,6 @@ def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> Non
     (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2, "replica_states": states})
     (wanted,) = train_on_ranks(1, {**common, "rows": (8,)})
     assert_near(found, wanted, 2e-2)  # the step depends on a matrix product in bf16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "states"), [(0, "whole"), (3, "whole"), (3, "shared")])
-def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(
-    stage: int, states: str, tmp_path: Path
-) -> None:
-    """Break: write the shard instead of the piece, so each state is saved once per replica."""
-    common: dict[str, Any] = {"case": "two dtypes", "zero_stage": stage}
-    run(4, save, **common, rows=(1, 1, 1, 1), path=str(tmp_path / "first"), replicas=2, replica_states=states)
-    wanted, sizes = read_all(tmp_path / "first"), set()
-    for number, (size, replicas, kept) in enumerate(
-        ((1, 1, states), (3, 3, "whole"), (4, 2, states), *([(4, 2, "whole")] if states == "shared" else []))
-    ):
-        path = tmp_path / f"run {number}"
-        how = {"path": str(path), "resume": str(tmp_path / "first"), "replicas": replicas, "replica_states": kept}
-        run(size, save, **common, rows=(1,) * size, **how)
-        found = read_all(path)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
-        sizes.add(sum(flat.nbytes for flat in found.values()))
-    assert len(sizes) == 1
 
 
 def refused(**settings: Any) -> str:
