@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from offload import Engine, Placement
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import build_model
 from offload.tiers.host import trim_heap
-from tests.engine.sizes import elements
+from tests.engine.sizes import Elements, tier_bytes
 
 SHAPE = {
     "hidden_size": 512,
@@ -30,6 +33,14 @@ SHAPE = {
     "vocab_size": 8192,
     "max_position_embeddings": 64,
 }
+WIDE = SHAPE | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16}
+DEEP = WIDE | {"num_hidden_layers": 24}
+SMALL = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}
+DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
+
+
+def llama(shape: dict[str, int]) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
 def resident_bytes(field: str) -> int:
@@ -40,131 +51,82 @@ def resident_bytes(field: str) -> int:
     raise KeyError(field)
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 100, (1, 16))
+def batch(rows: int = 1, length: int = 16, words: int = 100) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, words, (rows, length))
     return {"input_ids": ids, "labels": ids}
 
 
-def largest_and_total(model: nn.Module) -> tuple[int, int]:
-    units = [
-        elements(model.model.embed_tokens),
-        elements(model.lm_head),
-        *(elements(layer) for layer in model.model.layers),
-    ]
-    return max(units), sum(units) + elements(model.model.norm)
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the elements of the largest unit, and of all units together."""
+    sizes = Elements(model)
+    units = [sum(each) for each in zip(sizes.trained, sizes.frozen, strict=True)]
+    return {"largest": max(units), "total": sum(units) + sizes.norm}
 
 
-def filled(folder: Path) -> dict[str, Any]:
-    from offload.app.config.sections import ModelSection
-    from offload.app.hf.models import build_model
-
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
-    section = ModelSection(path=str(folder / "config.json"), init="random")
-    build_model(section, seed=0)  # imports, and objects that transformers caches for the whole process
+def trained(path: Path, init: str, num_steps: int, is_base: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train a model of a folder or a configuration. is_base: norms alone train."""
+    built = build_model(ModelSection(path=str(path), init=init), seed=0)
     before = resident_bytes("VmRSS")
-    built = build_model(section, seed=0)
-    largest, total = largest_and_total(built.model)
-    engine = Engine(built.model, precision="bf16", fill=built.fill)
-    for _ in range(2):
-        engine.step(batch())
-    return {"largest": largest, "total": total, "peak": resident_bytes("VmHWM") - before}
-
-
-DISK_SHAPE = SHAPE | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16}
-DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
-
-
-def disk(folder: Path) -> dict[str, Any]:
-    from offload.app.config.sections import ModelSection
-    from offload.app.hf.models import build_model
-
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE}))
-    section = ModelSection(path=str(folder / "config.json"), init="random")
-    built = build_model(section, seed=0)
-    before = resident_bytes("VmRSS")
-    tiers = dict.fromkeys(("parameters", "optimizer", "activations"), "nvme")
-    placement = Placement(**tiers, nvme_dir=folder, device_memory=DEVICE_BYTES, host_memory=HOST_BYTES)
-    engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
-    losses = [float(engine.step(batch()).loss) for _ in range(3)]
-    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
-    found = {"losses": losses, **held, "host": engine.counters.peak_host_bytes, "device": DEVICE_BYTES}
+    for name, parameter in built.model.named_parameters():
+        parameter.requires_grad_(not is_base or "norm" in name)
+    found: dict[str, Any] = sizes_of(built.model)
+    engine = Engine(built.model, precision="bf16", fill=built.fill, **settings)
+    found["losses"] = [float(engine.step(batch()).loss) for _ in range(num_steps)]
+    for tier in ("cpu", "nvme", "device"):
+        found[tier] = sum(tier_bytes(engine, tier).values())
+    found |= {"host": engine.counters.peak_host_bytes, "read": engine.counters.nvme_read_bytes}
     found["peak"] = resident_bytes("VmHWM") - before
     engine.close()
     return found
 
 
-def coded(folder: Path) -> dict[str, Any]:
-    from offload.app.config.sections import ModelSection
-    from offload.app.hf.models import build_model
+def configured(folder: Path, shape: dict[str, int]) -> Path:
+    """Write the configuration of a model."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **shape}))
+    return path
 
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE | {"num_hidden_layers": 24}}))
-    built = build_model(ModelSection(path=str(folder / "config.json"), init="random"), seed=0)
-    for name, parameter in built.model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    largest, total = largest_and_total(built.model)
-    before = resident_bytes("VmRSS")
-    engine = Engine(built.model, precision="bf16", fill=built.fill, frozen_weights="nf4")
-    for _ in range(2):
-        engine.step(batch())
-    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "device")}
-    return {"largest": largest, "total": total, **held, "peak": resident_bytes("VmHWM") - before}
+
+def filled(folder: Path) -> dict[str, Any]:
+    return trained(configured(folder, SHAPE), "random", 2)
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    tiers = dict.fromkeys(("parameters", "optimizer", "activations"), "nvme")
+    placement = Placement(**tiers, nvme_dir=folder, device_memory=DEVICE_BYTES, host_memory=HOST_BYTES)
+    return trained(configured(folder, WIDE), "random", 3, placement=placement) | {"device": DEVICE_BYTES}
+
+
+def coded(folder: Path) -> dict[str, Any]:
+    return trained(configured(folder, DEEP), "random", 2, is_base=True, frozen_weights="nf4")
 
 
 def made(folder: Path) -> dict[str, Any]:
-    import transformers
-
-    config = transformers.LlamaConfig(**DISK_SHAPE | {"num_hidden_layers": 24})
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    llama(DEEP).bfloat16().save_pretrained(folder)
     return {}
 
 
 def files(folder: Path) -> dict[str, Any]:
-    from offload.app.config.sections import ModelSection
-    from offload.app.hf.models import build_model
-
-    built = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
-    for name, parameter in built.model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    _, total = largest_and_total(built.model)
-    before = resident_bytes("VmRSS")
     placement = Placement(parameters="files", device_memory=2 * DEVICE_BYTES, host_memory=4 * HOST_BYTES)
-    engine = Engine(built.model, precision="bf16", fill=built.fill, placement=placement)
-    for _ in range(2):
-        engine.step(batch())
-    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
-    found = {"total": total, **held, "read": engine.counters.nvme_read_bytes, "device": 2 * DEVICE_BYTES}
-    return found | {"peak": resident_bytes("VmHWM") - before}
+    return trained(folder, "pretrained", 2, is_base=True, placement=placement) | {"device": 2 * DEVICE_BYTES}
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    import transformers
-
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1, "vocab_size": 64}))
+    llama(SMALL)  # imports
     gc.collect()
     before = resident_bytes("VmRSS")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    largest, total = largest_and_total(model)
-    built = resident_bytes("VmRSS") - before
+    model = llama(SHAPE)
+    found, built = sizes_of(model), resident_bytes("VmRSS") - before
     engine = Engine(model, precision="bf16")
     engine.step(batch())
-    found = {"largest": largest, "total": total, "built": built, "peak": resident_bytes("VmHWM") - before}
+    peak = resident_bytes("VmHWM") - before
     engine.close()
-    return found | {"grown": growth()}
+    return {**found, "built": built, "peak": peak, "grown": growth()}
 
 
 def growth() -> int:
     """Return the process growth in bytes over 50 small-model steps, after a warm-up."""
-    import transformers
-
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
-    engine = Engine(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
-    rows = {key: torch.randint(3, 256, (8, 64)) for key in ("input_ids", "labels")}
+    engine, rows = Engine(llama(SMALL)), batch(8, 64, 256)
     gc.collect()
     gc.disable()  # a reference cycle counts as a leak: the collector frees it too late
     measured = []
@@ -178,5 +140,5 @@ def growth() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"filled": filled, "loaded": loaded, "disk": disk, "coded": coded, "made": made, "files": files}
+    modes = {mode.__name__: mode for mode in (filled, loaded, disk, coded, made, files)}
     print(json.dumps(modes[sys.argv[1]](Path(sys.argv[2]))))

@@ -14,9 +14,8 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.engine.units.activation_offload import TensorLayout
 from tests.cases.models import build
-from tests.engine.compare import assert_same, backward_both, train_both, update_both, weights
+from tests.engine.compare import backward_both, train_both, update_both
 from tests.engine.handmade import WORDS, cross_entropy, words
-from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
 TEN = 10
@@ -92,22 +91,6 @@ def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
         backward_both(engine, reference, loss_of, number)
     update_both(engine, reference)
     engine.close()
-
-
-@pytest.mark.slow
-def test_so_do_the_micro_batches_of_an_input(tmp_path: Path) -> None:
-    """Every second row (3 * 10 floats) starts off the 16-byte grid."""
-    results = []
-    for place in ("device", "nvme"):
-        model = build(lambda: Layered(Square, lambda h: h[..., :TEN].contiguous(), same))
-        placement = Placement(activations=place, nvme_dir=str(tmp_path))
-        engine = Engine(model, micro_batch_size=1, placement=placement)
-        norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
-        assert steps_of(engine).splits
-        results.append((norms, weights(engine)))
-        engine.close()
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
 
 
 class Positions(nn.Module):

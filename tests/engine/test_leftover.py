@@ -47,22 +47,6 @@ def test_what_no_update_changes_is_not_fetched_again() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("share", "debug"), [(0.3, 2), (0.6, 0)])
-def test_part_of_a_model_stays(share: float, debug: int) -> None:
-    """More room means fewer copied bytes, and the budget holds at every moment."""
-    total = 4 * sum(Elements(build(deep)).trained)
-    least = Engine(build(deep))
-    least.step(tokens(0))
-    least.close()
-    budget = least.counters.peak_device_bytes + int(share * total)
-    engine = Engine(build(deep), placement=Placement(device_memory=budget), debug=debug)
-    for seed in range(SETTLES + 4):
-        engine.step(tokens(seed))
-        assert engine.counters.peak_device_bytes <= budget
-    assert total < engine.counters.h2d_bytes < least.counters.h2d_bytes
-    engine.close()
-
-
 @LEDGER
 def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     """Other units had occupied the spare memory. Without room for the whole unit, no part stays."""

@@ -13,11 +13,11 @@ from offload import AdamW, Engine
 from offload.engine.gradients import flow
 from offload.native import kernels
 from tests.cases.models import build, gemma2, gpt2, mixtral, tokens
-from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.compare import train_both, weights
 from tests.engine.device import twin
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.inside import steps_of
-from tests.engine.reference import Batch, count_labels
+from tests.engine.reference import count_labels
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 2e-6
@@ -114,36 +114,6 @@ class CentresTheBatch(Block):
 class Centring(Stack):
     def __init__(self) -> None:
         super().__init__(CentresTheBatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "recompute"), [(1, "always"), (3, "never")])
-def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
-    """Micro-batches may change only the summation order. Here more would change, so the batch stays whole, with a
-    warning.
-    """
-    settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute}
-    batch_list = [words(s) for s in range(3)]
-    with pytest.warns(UserWarning, match=r"result 0 of unit blocks.0.*batches are not split"):
-        train_both(build(Centring), batch_list, loss_fn=cross_entropy, whole=True, **settings)
-
-
-@pytest.mark.slow
-def test_a_loss_function_sees_the_whole_batch() -> None:
-    seen = []
-
-    def loss_fn(outputs: Tensor, batch: Batch) -> Tensor:
-        if outputs.requires_grad:
-            seen.append((outputs.shape[0], batch["labels"].shape[0]))
-        return cross_entropy(outputs, batch)
-
-    whole, parts = Engine(build(Stack), PROPORTIONAL), Engine(build(Stack), PROPORTIONAL, micro_batch_size=3)
-    for seed in range(3):
-        seen.clear()
-        result, wanted = parts.step(words(seed), loss_fn=loss_fn), whole.step(words(seed), loss_fn=cross_entropy)
-        assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=ROUNDING)
-        assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=ROUNDING)
-    assert seen == [(4, 4)]
 
 
 # -- sums in fp32 ----------------------------------------------------------------------------------------------------
@@ -250,19 +220,6 @@ def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
     train_both(build(gpt2), [tokens(s) for s in range(2)], micro_batch_size=4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
-    """The first batch is one row, or one row three times. Even so, each later row is tested alone."""
-    engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
-    engine.evaluate({key: value.expand(rows, -1) for key, value in words(0, rows=1).items()}, cross_entropy)
-    for seed in (1, 2):
-        found, wanted = (each.step(words(seed, rows=3), cross_entropy) for each in (engine, reference))
-        assert found.loss == wanted.loss
-        assert found.grad_norm == wanted.grad_norm
-    assert_same(weights(engine), weights(reference))
-
-
 def scales(batch: dict[str, Tensor]) -> list[float]:
     """Return the largest value per block of TreesOfTensors."""
     model, found = twin(build(TreesOfTensors)), list[float]()
@@ -300,19 +257,6 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
     wanted = [whole.step(batch, cross_entropy) for batch in (first, *batches[:2])]
     assert [one.loss.item() for one in found] == pytest.approx([one.loss.item() for one in wanted], rel=ROUNDING)
     assert [one.grad_norm for one in found] == pytest.approx([one.grad_norm for one in wanted], rel=ROUNDING)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
-    """The recording sees every unit's maximum in the first row, or in the last."""
-    engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
-    first = words(seed, rows=2)
-    engine.evaluate(first, cross_entropy)
-    reference.evaluate({key: value.flip(0) for key, value in first.items()}, cross_entropy)
-    found, wanted = (each.step(words(9, rows=3), cross_entropy) for each in (engine, reference))
-    assert found.loss == wanted.loss
-    assert found.grad_norm == wanted.grad_norm
 
 
 @pytest.mark.parametrize(("numel", "num_kernels"), [(1 << 20, 1), (100, 0)])

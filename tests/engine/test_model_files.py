@@ -18,7 +18,6 @@ from torch import nn
 from offload import Engine, Placement
 from offload.app.config.sections import ModelSection
 from offload.app.hf.models import BuiltModel, build_model
-from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.layout.build_regions import build_regions
@@ -27,20 +26,15 @@ from offload.layout.residence import Residence
 from offload.planning import disk
 from offload.planning.disk import in_files
 from offload.planning.settings import Settings
-from tests.cases.models import build, llama, mixtral, share, tokens
+from tests.cases.models import build, llama, mixtral, tokens
 from tests.engine.compare import assert_same, weights
 from tests.engine.inside import parts_of
-from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB, SMOOTH
 from tests.engine.sizes import Elements, tier_bytes
+from tests.matrix import quick
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
 TILE = 2048
 FILES = Placement(parameters="files")
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
 
 
 def saved(folder: Path, make: Callable[[], nn.Module] = llama, dtype: torch.dtype = torch.float32) -> Path:
@@ -145,17 +139,6 @@ def test_a_run_goes_on_from_what_is_trained_alone(tmp_path: Path) -> None:
         engine.edit(["lm_head.weight"])
 
 
-def test_a_file_that_is_cut_ends_the_step(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
-    engine = engine_of(folder, placement=FILES)
-    engine.step(tokens(0))
-    file = folder / "model.safetensors"
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
-    with pytest.raises(DiskError, match=r"model.safetensors had \d+ bytes and now has \d+"):
-        engine.step(tokens(1))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
 def test_an_engine_closes_the_files_that_it_has_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model")
@@ -199,8 +182,7 @@ SAID = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "by"), list(zip(SAID, ["cache", "disk"] * 2, strict=True)))
+@pytest.mark.parametrize(("how", "by"), quick(zip(SAID, ["cache", "disk"] * 2, strict=True), [("cut", "disk")]))
 def test_no_step_is_made_with_files_that_change(
     how: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,26 +218,6 @@ def test_what_cannot_be_is_refused() -> None:
         Placement(optimizer="files")
     with pytest.raises(ConfigError, match="offload.optimizer is device, but offload.parameters is files"):
         Placement(parameters="files", optimizer="device")
-
-
-def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
-    """Return the weights after two steps, with the base in memory and in files."""
-    found = []
-    with open_comm(times=JOB) as comm:
-        for placement in (Placement(), FILES):
-            model = built(folder)
-            engine = Engine(model.model, SMOOTH, comm=comm, fill=model.fill, placement=placement, zero_stage=stage)
-            for seed in range(2):
-                engine.step(share(tokens(seed), (2, 2), comm.rank))
-            found.append(weights(engine))
-            engine.close()
-    return found
-
-
-@pytest.mark.slow  # two processes per case
-def test_ranks_read_what_they_hold(tmp_path: Path) -> None:
-    for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=3):
-        assert_same(files, memory)
 
 
 def test_a_step_is_foretold_by_what_it_reads() -> None:

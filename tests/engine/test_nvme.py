@@ -25,7 +25,6 @@ from tests.cases.models import build, llama, tokens
 from tests.disks import nameless
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import own_device
-from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, deep
@@ -221,26 +220,6 @@ def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_tickets: object) -> None:
-        raise KeyboardInterrupt
-
-    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
-    engine.step(tokens(0))
-    engine.finish()
-    wanted = weights(engine)
-    gate = threading.Event()
-    parts_of(engine).lanes.update_write.submit(gate.wait)
-    with monkeypatch.context() as patched:
-        patched.setattr("offload.lanes.threads.wait_until_done", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.finish()
-    gate.set()
-    assert_same(weights(engine), wanted)
-    engine.close()
-
-
-@pytest.mark.slow
 def test_activations_are_written_and_read_once(folder: Path) -> None:
     engine = Engine(build(deep), placement=Placement(activations="nvme", nvme_dir=folder), recompute="always")
     for seed in range(3):
@@ -248,54 +227,6 @@ def test_activations_are_written_and_read_once(folder: Path) -> None:
         held = tier_bytes(engine, "nvme")["activation checkpoints"]
         assert engine.counters.nvme_write_bytes == engine.counters.nvme_read_bytes == held
     engine.close()
-
-
-def test_stripes_share_the_bytes(folder: Path) -> None:
-    folders = [folder / name for name in "abc"]
-    for one in folders:
-        one.mkdir()
-    engine = Engine(build(deep), placement=on_disk(*folders))
-    sizes = [path.stat().st_size for path in disk_files(engine)]
-    assert len(sizes) == 3
-    assert max(sizes) - min(sizes) <= CHUNK
-    engine.close()
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
-    found = {}
-    for layers in (8, 24):
-        engine = Engine(build(lambda layers=layers: llama(num_hidden_layers=layers)), placement=on_disk(folder, **ALL))
-        for seed in range(3):
-            engine.step(tokens(seed))
-        found[layers] = engine.counters.peak_host_bytes, sum(tier_bytes(engine, "nvme").values())
-        engine.close()
-    assert found[8][0] == found[24][0]
-    assert found[24][1] > 2 * found[8][1]
-
-
-@pytest.mark.slow
-def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
-    """The budget alone moves all states from disk to memory: first weights, then gradients, then moments."""
-    shares = []
-    for fraction in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        budget = host_memory_for(deeper, "fp32", fraction)
-        engine = Engine(
-            build(deeper),
-            placement=Placement(
-                parameters="auto", optimizer="auto", host_memory=budget, device_memory="1MiB", nvme_dir=folder
-            ),
-        )
-        there = tier_bytes(engine, "nvme")
-        memory = tier_bytes(engine, "cpu")
-        assert sum(memory.values()) <= budget
-        assert "weights" not in there or "exp avg" not in memory, "weights are read most often"
-        moved = sum(there.values())
-        shares.append(moved)
-        engine.close()
-    assert shares[0] > 0
-    assert shares[-1] == 0
-    assert sorted(shares, reverse=True) == shares
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -318,36 +249,3 @@ def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"nvme_memory.*activation checkpoints"):
         engine.step(tokens())
     engine.close()
-
-
-class HasEmptyToo(Block):
-    """Parameter without elements at the end of a streamed unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0, 8))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h) + self.empty.sum()
-
-
-class HasEmpty(Stack):
-    """Parameter without elements; the gradient has none either."""
-
-    def __init__(self) -> None:
-        super().__init__(HasEmptyToo)
-        self.empty = nn.Parameter(torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.empty.sum()
-
-
-@pytest.mark.slow
-def test_a_parameter_without_elements(folder: Path) -> None:
-    found = []
-    for placement in (Placement(), on_disk(folder)):
-        engine = Engine(build(lambda: HasEmpty()), placement=placement)
-        found.append([engine.step(words(seed), loss_fn=cross_entropy).loss.item() for seed in range(3)])
-        assert weights(engine)["empty"].numel() == 0
-        engine.close()
-    assert found[0] == found[1]

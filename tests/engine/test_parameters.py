@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,23 +14,16 @@ from torch import Tensor, nn
 from offload import SGD, AdamW, Engine, Placement
 from offload.errors import ConfigError
 from tests.cases.models import SIZES, batches, build, freeze, gemma2, llama, tokens
-from tests.engine.compare import assert_weights, backward_both, same_bits, train_both, update_both, weights
+from tests.engine.compare import backward_both, train_both, update_both
 from tests.engine.device import twin
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
-from tests.engine.inside import parts_of, states
-from tests.engine.reference import Reference, count_labels
+from tests.engine.inside import parts_of
+from tests.engine.reference import Reference
 from tests.engine.sizes import elements, tier_bytes
 from tests.integrations.plain import needs
 from tests.matrix import quick
 
 # -- frozen ---------------------------------------------------------------------------------------------------------
-
-FROZEN = {
-    "the first units": ("embed_tokens", "layers.0."),
-    "the last units": ("lm_head", "layers.1."),
-    "parts of units": ("q_proj", "mlp"),
-    "all but one": ("embed", "lm_head", "norm", "mlp", "q_proj", "k_proj", "v_proj", "layers.0."),
-}
 
 
 @pytest.mark.parametrize(("dtype", "frozen_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -62,41 +54,6 @@ def test_a_frozen_unit_is_fetched_again_only_where_its_input_needs_a_gradient() 
     late = bytes_of_a_step("blocks.2")
     assert early == (h2d - block, d2h - block - 4 * elements(nn.Embedding(WORDS, WIDTH)))
     assert late == (h2d, d2h - block), "a later unit passes the gradient on, so it runs backward too"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parts", "settings"),
-    [
-        (FROZEN["the first units"], {}),
-        (FROZEN["the last units"], {"max_grad_norm": None}),
-        (FROZEN["parts of units"], {"precision": "bf16"}),
-        (FROZEN["all but one"], {"recompute": "never", "throttle": {"h2d": "1GiB"}}),
-    ],
-    ids=FROZEN,
-)
-def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """Equal to plain PyTorch: parameters without a gradient keep weights, moments and step count.
-
-    The first step is partly frozen as well.
-    """
-    known = {key: settings[key] for key in ("max_grad_norm", "precision") if key in settings}
-    reference = Reference(build(llama), **known)
-    engine = Engine(build(llama), **settings)
-    for number, chosen in enumerate([parts, (), parts, ("layers.1",), ()]):
-        before = weights(engine)
-        for name, uses in reference.named.items():
-            for parameter in uses:
-                parameter.requires_grad_(not any(part in name for part in chosen))
-        freeze(engine.model, *chosen)
-        loss, norm = reference.step(tokens(number))
-        result = engine.step(tokens(number))
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm), number
-        assert_weights(engine, reference, when=f"step {number}")
-        for name, value in weights(engine).items():
-            assert torch.equal(value, before[name]) == any(part in name for part in chosen), name
-        assert engine.evaluate(tokens(9)).isfinite()
-    assert {name: state.num_steps for name, state in states(engine).items()} == reference.steps
 
 
 def test_parameters_may_be_frozen_in_an_own_loop() -> None:
@@ -148,40 +105,6 @@ class Mixture(Stack):
         for block in self.blocks:
             h = block(h, x)
         return self.head(h)
-
-
-def choosing(seed: int, *experts: int) -> dict[str, Tensor]:
-    batch = words(seed)
-    batch["x"][:, 0] = torch.tensor([experts[row % len(experts)] for row in range(4)])
-    return batch
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "max_grad_norm"), [("fp32", 1.0), ("bf16", None)])
-def test_an_expert_that_did_not_run_keeps_weights_moments_and_count(
-    precision: str, max_grad_norm: float | None
-) -> None:
-    plan = [(0, 1, 2), (0, 2), (1,), (0, 1, 2)]
-    model = build(Mixture)
-    settings: dict[str, Any] = {"precision": precision, "max_grad_norm": max_grad_norm}
-    reference = Reference(model, **settings)
-    engine = Engine(model, **settings)
-    for seed, experts in enumerate(plan):
-        batch = choosing(seed, *experts)
-        before, states_before = weights(engine), states(engine)
-        loss, norm = reference.step(batch, cross_entropy, count_labels)
-        result = engine.step(batch, loss_fn=cross_entropy)
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
-        assert_weights(engine, reference, when=f"step {seed}")
-        found = states(engine)
-        for name, state in found.items():
-            idle = "experts" in name and int(name.split("experts.")[1][0]) not in experts
-            assert state.num_steps == reference.steps[name], name
-            assert (state.num_steps == states_before[name].num_steps) == idle, name
-            if idle:
-                assert same_bits(weights(engine)[name], before[name])
-                assert same_bits(state.exp_avg, states_before[name].exp_avg)
-                assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq)
 
 
 # -- in-place changes of frozen results --------------------------------------------------------------------------------
@@ -480,18 +403,6 @@ def test_nothing_to_train_is_refused() -> None:
         Engine(build(Stack).requires_grad_(False))
     with pytest.raises(ConfigError, match="no parameters"):
         Engine(nn.Sequential(nn.ReLU()))
-
-
-def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> None:
-    engine = Engine(build(Stack))
-    units, slots = parts_of(engine).units, parts_of(engine).slots
-    wanted = [slots.cargo_of(unit.regions) for unit in units]
-    assert len(set(wanted)) > 2
-    pairs = list(zip(units, wanted, strict=True))
-    for _ in range(40):  # temporary lists, so addresses are reused
-        random.shuffle(pairs)
-        assert all(slots.cargo_of(list(unit.regions)) == number for unit, number in pairs)
-    engine.close()
 
 
 @pytest.mark.parametrize(

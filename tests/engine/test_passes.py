@@ -211,6 +211,23 @@ def test_a_loss_that_is_no_mean_over_targets_is_found(name: str) -> None:
         assert (rule.weighs_rows, bool(rule.obstacle)) == (name in BY_ROWS, name in NEITHER)
 
 
+def assert_steps(
+    loss_fn: Callable[..., torch.Tensor], *batches: Mapping[str, torch.Tensor], warns: str = "", **settings: Any
+) -> None:
+    """Train in two passes beside plain PyTorch. warns: the text of a warning in the last step, and in no other."""
+    reference = Reference(build(llama), max_grad_norm=None)
+    with (
+        Engine(build(llama), max_grad_norm=None, passes=2, **settings) as engine,
+        warnings.catch_warnings(action="error"),
+    ):
+        for batch in batches:
+            loss, norm = reference.step(batch, loss_fn)
+            is_told = bool(warns) and batch is batches[-1]
+            with pytest.warns(UserWarning, match=warns) if is_told else nullcontext():
+                result = engine.step(batch, loss_fn)
+            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "cut"),
     [({"passes": 2}, "units"), ({"micro_batch_size": 2}, "calls"), ({"micro_batch_size": 2}, "units")],
@@ -243,13 +260,7 @@ def test_parts_of_a_mean_over_all_positions_add_up(num_rows: int) -> None:
 
     even, uneven = tokens(0, num_rows), tokens(1, num_rows)
     uneven["labels"][0], uneven["labels"][1, :-1] = -100, -100
-    reference = Reference(build(llama), max_grad_norm=None)
-    with Engine(build(llama), max_grad_norm=None, passes=2) as engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in (even, uneven):
-            loss, norm = reference.step(batch, loss_fn)
-            result = engine.step(batch, loss_fn)
-            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+    assert_steps(loss_fn, even, uneven)
 
 
 def test_rows_without_a_target_of_a_mask_count_for_nothing() -> None:
@@ -262,12 +273,7 @@ def test_rows_without_a_target_of_a_mask_count_for_nothing() -> None:
     batch = tokens(0, 2)
     batch["labels"][0] = -100
     batch["mask"] = batch["labels"] != -100
-    reference = Reference(build(llama), max_grad_norm=None)
-    loss, norm = reference.step(batch, loss_fn)
-    with Engine(build(llama), max_grad_norm=None, passes=2) as engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = engine.step(batch, loss_fn)
-    assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+    assert_steps(loss_fn, batch)
 
 
 def test_targets_that_begin_to_differ_are_judged() -> None:
@@ -276,16 +282,11 @@ def test_targets_that_begin_to_differ_are_judged() -> None:
     def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return each(outputs.logits, batch["labels"]).sum() / batch["attention_mask"][:, 1:].sum()
 
-    reference = Reference(build(llama), max_grad_norm=None)
-    with Engine(build(llama), max_grad_norm=None, passes=2) as engine:
-        for seed in range(2):
-            batch = {**tokens(seed, 3), "attention_mask": torch.ones_like(tokens(seed, 3)["labels"])}
-            batch["labels"] = batch["input_ids"].clone()
-            batch["labels"][0, : 6 * seed] = -100
-            loss, norm = reference.step(batch, loss_fn)
-            with pytest.warns(UserWarning, match="give different results") if seed else nullcontext():
-                result = engine.step(batch, loss_fn)
-            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+    batches = [{**tokens(seed, 3), "attention_mask": torch.ones_like(tokens()["labels"][:3])} for seed in range(2)]
+    for seed, batch in enumerate(batches):
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][0, : 6 * seed] = -100
+    assert_steps(loss_fn, *batches, warns="give different results")
 
 
 @pytest.mark.parametrize("is_given", [False, True])
@@ -308,13 +309,7 @@ def test_weights_of_tokens_that_begin_later_are_found(is_given: bool) -> None:
             engine.step(uneven, loss_fn)
             analysis = engine.analysis
         uses.fill_(1.0)
-    reference = Reference(build(llama), max_grad_norm=None)
-    with Engine(build(llama), max_grad_norm=None, passes=2, analysis=analysis) as engine:
-        for batch in (even, uneven):
-            loss, norm = reference.step(batch, loss_fn)
-            with nullcontext() if batch is even else pytest.warns(UserWarning, match="give different results"):
-                result = engine.step(batch, loss_fn)
-            assert (float(result.loss), result.grad_norm) == pytest.approx((float(loss), norm), rel=1e-6)
+    assert_steps(loss_fn, even, uneven, warns="give different results", analysis=analysis)
 
 
 def test_graphs_of_the_caller_end_after_the_last_pass() -> None:

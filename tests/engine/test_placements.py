@@ -92,6 +92,7 @@ def test_device_bytes(precision: str) -> None:
         ({"placement": {"parameter": "cpu"}}, "placement has the unknown field 'parameter' (did you mean parameters?)"),
         ({"placement": "cpu"}, "the placement is 'cpu'; it must be a Placement, or a mapping of its fields"),
         ({"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "the optimizer is a torch.optim.AdamW; it must be"),
+        ({"head_chunk_bytes": "much"}, "train.head_chunk_bytes is 'much'; it should be a size such as"),
     ],
 )
 def test_what_an_engine_cannot_take_is_said_in_a_line(options: dict[str, Any], words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
-from tests.engine.inside import parts_of
 
 GPU = Hardware(
     "a GPU", "cuda", 1, 1 << 24, 1 << 26, None, None, False, Rates(20e9, 20e9, 40e9, {"bf16": 1e14}, 1e12, 1e11, 1e-5)
@@ -58,19 +56,6 @@ def config(intermediate_size: int = 172) -> LlamaConfig:
 def on_meta() -> LlamaForCausalLM:
     with torch.device("meta"):
         return LlamaForCausalLM(config())
-
-
-@pytest.mark.parametrize("where", ["device", "cpu", "nvme"])
-@pytest.mark.parametrize("states", ["fp32", "int8"])
-def test_the_list_is_that_of_an_engine(where: str, states: str, tmp_path: Path) -> None:
-    placement = Placement(parameters=where, optimizer=where, host_memory="512MiB", nvme_dir=str(tmp_path))
-    settings = Settings(optimizer=AdamW(states=states), placement=placement, device="cpu")
-    planned = prepare(on_meta(), settings, Comm(), SpecifiedMachine(CPU)).plan
-    with Engine(LlamaForCausalLM(config()), settings=settings) as engine:
-        made = parts_of(engine).plan
-        held = {(tier, name): size for tier, name, size in engine.allocations}
-    assert planned == made
-    assert {(a.tier, a.name): a.num_bytes for a in planned.allocations} == held
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, stateless
 from torch.utils._pytree import tree_leaves
@@ -135,7 +135,6 @@ def filled(like: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Ten
     return target
 
 
-METHODS = ("sum", "clone", "detach", "cpu", "float", "contiguous", "tolist", "numpy")
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     **{
         name: methodcaller(name) for name in ["sum", "clone", "detach", "cpu", "float", "contiguous", "tolist", "numpy"]
@@ -286,28 +285,6 @@ def test_tied_names_have_one_tensor_in_a_state(trained: Trained) -> None:
     assert again["lm_head.weight"] is not state["lm_head.weight"]
     state["lm_head.weight"].zero_()
     assert again["lm_head.weight"].any(), "what is done to one reaches another"
-
-
-@pytest.mark.parametrize("size", quick(["5GB", "10KB"], ["10KB"]))
-def test_a_folder_is_what_the_engine_exports(trained: Trained, size: str, tmp_path: Path) -> None:
-    trained.model.save_pretrained(tmp_path / "saved", max_shard_size=size)
-    trained.engine.export(tmp_path / "exported", shard_bytes=10_000 if size == "10KB" else 1 << 30)
-    found, expected = (
-        {path.name for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("saved", "exported")
-    )
-    assert (len(expected) > 1) == (size == "10KB")
-    tensors = [
-        {key: value for name in sorted(expected) for key, value in load_file(tmp_path / folder / name).items()}
-        for folder in ("saved", "exported")
-    ]
-    assert found == expected
-    assert_same(*tensors)
-
-
-def test_safetensors_saves_the_model(trained: Trained, tmp_path: Path) -> None:
-    save_model(trained.model, str(tmp_path / "ours"))
-    save_model(trained.plain, str(tmp_path / "theirs"))
-    assert_same(load_file(tmp_path / "ours"), load_file(tmp_path / "theirs"))
 
 
 ADDRESSES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -463,59 +440,7 @@ def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
     assert engine.update().grad_norm == other.update().grad_norm
 
 
-def test_a_penalty_in_the_loss_function_is_exact() -> None:
-    """The recording pass sees the read, and the weight stays on the device."""
-    model, kept = build(Stack), twin(build(Stack))
-
-    def loss_of(net: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
-        return lambda outputs, batch: cross_entropy(outputs, batch) + 0.1 * net.head.weight.pow(2).sum()
-
-    engine = Engine(model, max_grad_norm=None)
-    batch = words()
-    with pytest.warns(UserWarning, match="head is read from outside"):
-        found = engine.step(batch, loss_fn=loss_of(model))
-    loss = loss_of(kept)(kept(batch["x"]), batch)
-    loss.backward()
-    assert found.loss.item() == loss.item()
-    norm = torch.stack([p.grad.double().pow(2).sum() for p in kept.parameters()]).sum().sqrt()
-    assert found.grad_norm == pytest.approx(norm.item(), rel=1e-6)
-
-
 # -- when -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tier", "max_grad_norm"), [("device", None), ("nvme", 1.0)])
-def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path: Path) -> None:
-    """Reads before training, during an own loop's step and afterwards do not change the training."""
-    runs = []
-    for reads in (False, True):
-        engine = Engine(build(tied), placement=placed(tier, tmp_path), max_grad_norm=max_grad_norm)
-
-        def look(engine: Engine = engine, reads: bool = reads) -> None:
-            if reads:
-                masters = dict(engine.named_parameters())
-                for name, value in engine.model.state_dict().items():
-                    assert same_bits(value, masters.get(name, masters["model.embed_tokens.weight"]))
-                for name, parameter in engine.model.named_parameters():
-                    assert same_bits(parameter.detach().cpu().clone(), masters[name])
-
-        look()
-        for seed in range(3):
-            for part in range(2):
-                loss = engine.model(**tokens(2 * seed + part)).loss
-                look()
-                engine.backward(loss)
-                look()
-            engine.update()
-            look()
-            engine.step(tokens(seed))
-            look()
-            engine.evaluate(tokens(seed))
-            look()
-        runs.append(dict(engine.named_parameters()))
-        engine.close()
-    assert all(same_bits(value, runs[1][name]) for name, value in runs[0].items())
 
 
 def test_an_update_of_another_weight_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,55 +475,6 @@ def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path / "states")
     assert same_bits(engine.model.get_parameter(STAYS).detach(), before)
     engine.close()
-
-
-class RefusesGradients(torch.autograd.Function):
-    """The identity, with a backward that raises TypeError."""
-
-    @staticmethod
-    def forward(_ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise TypeError(f"no gradient of shape {gradients[0].shape}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["backward", "recompute", "forward"])
-def test_reads_come_after_a_part_has_failed(what: str) -> None:
-    """A layer called alone has no engine call around it to clean up a partial pass."""
-    engine = Engine(build(tied), recompute="always")
-    layer, weight = engine.model.model.layers[1], engine.model.get_parameter(MIDDLE)
-    before = weight.detach().clone()
-    hidden, places = torch.ones(1, 3, 32, device=weight.device), (torch.ones(1, 3, 8, device=weight.device),) * 2
-
-    def call() -> torch.Tensor:
-        return layer(hidden, position_embeddings=places).sum()
-
-    def fail() -> None:
-        if what == "backward":
-            layer.mlp.act_fn = RefusesGradients.apply
-            call().backward()
-        elif what == "recompute":
-            loss, layer.mlp.act_fn = call(), None
-            loss.backward()
-        else:
-            weight_of_layer, layer.mlp.up_proj.weight = layer.mlp.up_proj.weight, nn.Parameter(before)
-            try:
-                call()
-            finally:
-                layer.mlp.up_proj.weight = weight_of_layer
-
-    activation = layer.mlp.act_fn
-    with pytest.raises((OffloadError, TypeError)):
-        fail()
-    layer.mlp.act_fn = activation
-    assert same_bits(weight.detach().clone(), before)
-    assert same_bits(engine.model.state_dict()[MIDDLE], before.cpu())
-    with pytest.raises(ConfigError, match="there are no gradients"):
-        engine.update()
-    assert engine.step(tokens()).loss.isfinite()
 
 
 def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() -> None:
@@ -647,14 +523,6 @@ def test_a_loss_function_that_reads_later_than_it_did_is_refused() -> None:
     engine.step(words(), loss_fn=loss_fn)
 
 
-def test_reads_are_not_counted() -> None:
-    engine = Engine(build(tied))
-    engine.step(tokens())
-    before = engine.counters.total
-    engine.model.state_dict()
-    assert engine.counters.total == before
-
-
 def test_a_state_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build(tied))
     monkeypatch.setattr(residency, "memory", lambda: {"available_bytes": 30 << 10})
@@ -662,40 +530,6 @@ def test_a_state_that_memory_does_not_hold_is_refused(monkeypatch: pytest.Monkey
         engine.model.state_dict()
     assert len(engine.model.model.layers[0].mlp.gate_proj.state_dict()) == 1
     assert engine.model.state_dict(keep_vars=True)
-
-
-REPLACED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "a parameter": (lambda mlp: setattr(mlp.up_proj, "weight", nn.Parameter(torch.ones(48, 32))), "replaced"),
-    "by another's": (lambda mlp: setattr(mlp.up_proj, "weight", mlp.gate_proj.weight), "replaced"),
-    "by none": (lambda mlp: mlp.up_proj.register_parameter("weight", None), "removed"),
-    "a module": (lambda mlp: setattr(mlp, "up_proj", nn.Linear(32, 48, bias=False)), "became another Linear"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", REPLACED)
-def test_what_was_replaced_is_no_part_of_a_state(which: str) -> None:
-    """A file would contain weights that nothing trains."""
-    engine = Engine(build(tied))
-    replace, what = REPLACED[which]
-    part = engine.model.model.layers[0]
-    kept = part.mlp.up_proj, part.mlp.up_proj.weight
-    replace(part.mlp)
-    for read in (engine.model.state_dict, part.state_dict, lambda: engine.step(tokens())):
-        with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.up_proj.*{what}.*before Engine"):
-            read()
-    part.mlp.up_proj, part.mlp.up_proj.weight = kept
-    assert engine.step(tokens()).loss.isfinite()
-    assert engine.model.state_dict()
-
-
-def test_what_stays_and_was_replaced_is_no_part_of_a_state() -> None:
-    engine = Engine(build(tied))
-    engine.step(tokens())
-    engine.model.state_dict()
-    engine.model.model.norm.weight = nn.Parameter(torch.ones(32))
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight was replaced"):
-        engine.model.state_dict()
 
 
 # -- closed and dropped engines --------------------------------------------------------------------------------------

@@ -347,15 +347,6 @@ def test_an_own_loop_records_and_trains_over_tiles() -> None:
     assert losses[2] == losses[0]
 
 
-@pytest.mark.slow
-def test_an_evaluation_runs_over_tiles_too() -> None:
-    with Engine(build(gpt2), sequence_tile=5) as engine:
-        loss = engine.evaluate(long(1)[0])
-        assert engine.told_tiles
-    with Engine(build(gpt2)) as engine:
-        assert engine.evaluate(long(1)[0]) == loss
-
-
 @pytest.mark.parametrize("tile", [0, -3, "all", True, 2.5])
 def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.sequence_tile"):
@@ -391,14 +382,6 @@ def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest
         rows.clear()
         engine.step(long(1)[0])
     assert sum(rows) == 2 * (2 * LENGTH + 8)  # two blocks; the first tile shows the result layout
-
-
-@pytest.mark.slow
-def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
-    with Engine(build(gemma2), sequence_tile=8) as engine:
-        engine.step(long(1)[0])
-        found = parts_of(engine).units[1].traits.learned["tiles"]
-        assert {rows.name: rows.is_idle for rows in found.modules}["mlp"] is False
 
 
 @pytest.mark.slow

@@ -168,14 +168,3 @@ def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> No
     for _ in range(2):  # the recorded order of the previous pass still has the fetch
         engine.step(batches[0], loss_fn=cross_entropy)
     assert_fetched(engine, reads=False)
-
-
-@pytest.mark.slow
-def test_frozen_and_thawed_again() -> None:
-    engine = Engine(build(Stack), prefetch=0, max_grad_norm=None)
-    for is_trained in (True, False, True):
-        engine.model.embedding.requires_grad_(is_trained)
-        for seed in range(3):
-            engine.step(words(seed), loss_fn=cross_entropy)
-        if is_trained:
-            assert_fetched(engine, reads=False)

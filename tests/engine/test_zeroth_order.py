@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, MeZO, Muon, Placement, Settings
-from offload.errors import ConfigError, NonFiniteError, TornError
+from offload.errors import ConfigError, NonFiniteError
 from offload.native import kernels
-from tests.cases.models import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
+from tests.cases.models import batches, build, gpt2, llama, tokens
 from tests.engine.compare import assert_same, weights
-from tests.engine.device import LEDGER, cpu_only, own_device
+from tests.engine.device import cpu_only, own_device
 from tests.engine.handmade import Log
 from tests.engine.inside import parts_of, steps_of
 from tests.engine.zeroth_order import PlainMeZO
@@ -59,14 +58,6 @@ def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
     if width == "alone":
         return {"rule": replace(rule, master="bf16"), "precision": "bf16"}
     return {"rule": rule, "precision": width}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "width"), list(zip([*CAUSAL, *UNSHIFTED], cycle(["fp32", "bf16", "alone"]), strict=False))
-)
-def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
-    train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
 
 
 class Squares(nn.Module):
@@ -201,36 +192,6 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     host.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", ["fp32", "alone"])
-def test_what_stays_in_slots_is_updated_there(width: str) -> None:
-    """With spare device memory, weights are not copied to the device again, but still to the host."""
-    slots, host = pair("leftover", width)
-    for batch in batches(20):  # spare memory goes to slots after a step without a new peak
-        assert slots.step(batch).measured == host.step(batch).measured
-        if slots.counters.h2d_bytes < host.counters.h2d_bytes:
-            break
-    else:
-        pytest.fail("all weights came up in each step")
-    assert slots.counters.d2h_bytes > 0
-    assert_same(weights(slots), weights(host))
-    slots.close()
-    host.close()
-
-
-@pytest.mark.slow
-@LEDGER
-def test_the_device_needs_no_more_for_more_layers() -> None:
-    peaks = []
-    for num_layers in (4, 16):
-        engine = Engine(make_model(num_layers), RULE, **PLACES["cpu"])
-        engine.step(tokens())
-        engine.step(tokens(1))
-        peaks.append(engine.counters.peak_device_bytes)
-        engine.close()
-    assert peaks[0] == peaks[1]
-
-
 def test_there_are_no_gradients_and_no_moments() -> None:
     engine = Engine(make_model(), RULE, **PLACES["cpu"], precision="bf16")
     engine.step(tokens())
@@ -321,18 +282,6 @@ def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[st
 
 
 # -- the loss ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_passes_draw_the_same_numbers() -> None:
-    """Both passes use equal dropout masks, also with micro-batches: equal weights give equal losses."""
-    for settings in ({}, {"micro_batch_size": 2}):
-        engine = Engine(build(gpt2), MeZO(lr=0.0, eps=1e-12), **settings)
-        result = engine.step(tokens())
-        assert result.measured is not None
-        ((plus, minus),) = result.measured.losses
-        assert plus == minus
-        engine.close()
 
 
 def test_the_estimate_is_the_directional_derivative() -> None:
@@ -473,35 +422,6 @@ def stepped(make: Callable[[], nn.Module], place: str, batch: Any) -> tuple[Engi
     for each in engines:
         each.step(batch)
     return engines[0], engines[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "where"), [("device", "end_step"), ("cpu", "defer"), ("stays", "defer")])
-def test_an_interrupt_where_a_step_becomes_one_tears(
-    place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counting a step and queueing the update belong together: an interrupt between them tears the engine."""
-    engine, twin = stepped(llama, place, tokens())
-    engine.save_checkpoint(tmp_path / "saved")
-
-    owner = parts_of(engine).runner if where == "end_step" else steps_of(engine).method._pending
-    original = getattr(owner, where)
-
-    def interrupted(*how: Any, **named: Any) -> None:
-        original(*how, **named)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step(tokens(1))
-    monkeypatch.setattr(owner, where, original)
-    with pytest.raises(TornError):
-        engine.step(tokens(1))
-    engine.load_checkpoint(tmp_path / "saved")
-    assert engine.step(tokens(1)).measured == twin.step(tokens(1)).measured
-    assert_same(weights(engine), weights(twin))
-    engine.close()
-    twin.close()
 
 
 def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
