@@ -197,13 +197,11 @@ GRADIENT, TRANSFORM = (
     "inside a transform.*call the model outside",
 )
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "of a weight": (lambda m: torch.autograd.grad(whole(m, 0), m.body.blocks[0].up.weight), GRADIENT),
     "of all weights": (
         lambda m: torch.autograd.grad(whole(m, 0), inputs=[*m.parameters()], allow_unused=True),
         GRADIENT,
     ),
     "func.grad of weights": (functional_loss, TRANSFORM),
-    "func.grad": (lambda m: torch.func.grad(lambda h: m.body.blocks[0](h).sum())(ones()), TRANSFORM),
     "func.vmap": (lambda m: torch.func.vmap(lambda h: m.body.blocks[0](h).sum())(ones()), TRANSFORM),
     "func.jvp": (lambda m: torch.func.jvp(m.body.blocks[0], (ones(),), (ones(),)), TRANSFORM),
     "forward_ad": (forward_derivative, TRANSFORM),

@@ -164,19 +164,3 @@ def test_a_kept_view_of_weights_is_refused_in_a_loss() -> None:
 
 def put_weight(block: Any, *_: Tensor) -> None:
     block.kept = block.up.weight[0]
-
-
-HOOKED: dict[str, Keep] = {
-    "register_hook": lambda _block, _, hidden: hidden.register_hook(lambda gradient: gradient / 2),
-    "retain_grad": lambda _block, _, hidden: hidden.retain_grad(),
-    "grad_fn": lambda _block, _, hidden: hidden.grad_fn.register_hook(lambda *_: None),  # type: ignore[union-attr]
-}
-
-
-@pytest.mark.parametrize("keep", HOOKED.values(), ids=HOOKED)
-def test_a_block_may_use_its_own_graph(keep: Keep) -> None:
-    """It then runs with a graph, which is dropped after the forward."""
-    model = make(keep)
-    plain = twin(model)
-    losses = losses_of(lambda _: [])
-    assert_alike(train_wrapped(model, losses), train_plainly(plain, rate(plain), losses))

@@ -279,30 +279,6 @@ def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
     assert_same_weights(load_file(tmp_path / "model.safetensors"), {name: wanted[name] for name in sorted(names)})
 
 
-def test_schedulers_keep_the_ratio_of_groups(tmp_path: Path) -> None:
-    """A group's learning rate is a multiple of the engine rate. Other changes are refused."""
-    rule = AdamW(lr=LR, groups=(("embed", {"lr_scale": 0.1}),))
-    engine = Engine(llama(), rule, PLACEMENT)
-    optimizer = OffloadOptimizer(engine)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([LR, LR, LR / 10])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    batch = {key: value[None] for key, value in rows(1)[0].items()}
-    for step in range(3):
-        engine.model(**batch).loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        assert engine.lr == pytest.approx(LR / (1 + step))
-    optimizer.param_groups[0]["lr"] = 1.0
-    engine.model(**batch).loss.backward()
-    with pytest.raises(ConfigError, match="no longer in the ratio"):
-        optimizer.step()
-    with pytest.raises(ConfigError, match="closure"):
-        optimizer.step(lambda: 0.0)
-    with pytest.raises(ConfigError, match="parameter group was added"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-
-
 def test_a_missing_library_is_named_with_the_extra() -> None:
     with pytest.raises(MissingLibraryError, match=r"needs none_such, which is not installed: pip install none_such"):
         require_libraries("transformers", "none_such")

@@ -99,6 +99,7 @@ class WatchedBlock(Block):
         h.register_hook(lambda gradient: 2 * gradient)
         out = super().forward(h)
         out.register_hook(lambda gradient: 0.5 * gradient)
+        out.grad_fn.register_hook(lambda *_: None)  # type: ignore[union-attr]
         return out
 
 
@@ -538,6 +539,7 @@ def clip_nothing(way: Script) -> None:
 def cleared_early(way: Script) -> None:
     way.backward(way.loss())
     if way.number == 1:
+        way.clip()
         way.zero_grad()
     way.step()
     way.zero_grad()
@@ -571,12 +573,20 @@ def by_the_model(way: Script) -> None:
 
 
 def by_hand(way: Script) -> None:
-    for p in way.model.parameters():
-        if way.number % 2:
-            p.grad = None
-        elif p.grad is not None:
-            p.grad.detach_()
-            p.grad.zero_()
+    """Each step in another way."""
+    gradients = [p.grad for p in way.model.parameters() if p.grad is not None]
+    if way.number == 0:
+        torch._foreach_zero_(gradients)
+    elif way.number == 1:
+        for gradient in gradients:
+            gradient.detach_()
+            gradient.zero_()
+    else:
+        for p in way.model.parameters():
+            if way.number == 2:
+                p.grad = None
+            else:
+                del p.grad
 
 
 def read_between(way: Script) -> None:
