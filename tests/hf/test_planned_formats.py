@@ -123,15 +123,7 @@ def test_fp8_selects_the_modules_that_transformers_replaces(model: str, skipped:
     assert found == wanted
 
 
-QUICK = (("mxfp4", torch.bfloat16), ("nf4", torch.float16))
-
-
-PLANS = [(kind, dtype) for kind in FORMATS for dtype in (torch.bfloat16, torch.float16)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in PLANS]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("mxfp4", torch.bfloat16), ("nf4", torch.float16)])
 def test_the_plan_of_a_configuration_is_the_plan_of_its_folder(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", kind, dtype=dtype)
     found, wanted = plan(folder / "config.json"), plan(folder)

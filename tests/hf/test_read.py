@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
 
 from offload import Engine
@@ -27,8 +23,9 @@ from offload.app.hf.read import FolderWeights, weight_files
 from offload.app.hf.sources import StackedSource
 from offload.errors import ConfigError, DiskError
 from offload.extras.tools.folder_check import verify_folder
-from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read
+from tests.checkpoint.folders import differences, fill, fill_by_parts, llama, read
 from tests.engine.compare import same_bits
+from tests.hf.peaks import make_large, peak_of
 from tests.zoo.families import families
 
 
@@ -44,27 +41,6 @@ def edit(folder: Path, change) -> None:
     """Change the stored weights in a folder."""
     tensors = load_file(folder / "model.safetensors")
     save_file(change(tensors) or tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(("name", "dtype"), [one for one in names_and_dtypes() if not one.marks])
-def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """test_write.py checks all other families before each write."""
-    model = families()[name].build(dtype=dtype)
-    model.save_pretrained(tmp_path)
-    wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
-    assert_read(*read(type(model), tmp_path), wanted, info)
-
-
-def assert_read(found: nn.Module, weights: FolderWeights, wanted: nn.Module, info: dict[str, Any]) -> None:
-    """Fill a model by parts and compare with the `from_pretrained` result."""
-    assert [n for n, _ in found.named_parameters()] == [n for n, _ in wanted.named_parameters()]
-    assert [p.dtype for p in found.parameters()] == [p.dtype for p in wanted.parameters()]
-    fill_by_parts(found, weights)
-    assert differences(wanted, found) == []
-    assert sorted(weights.report.missing) == sorted(info["missing_keys"]) == []
-    assert sorted(weights.report.unexpected) == sorted(info["unexpected_keys"]) == []
-    assert found.training == wanted.training
-    assert found.config.to_json_string() == wanted.config.to_json_string()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "olmo_hybrid", "hrm_text"])
@@ -188,14 +164,6 @@ def test_old_names_and_a_base_models_names_are_understood(folder: Path) -> None:
     assert not weights.report.unexpected
 
 
-def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["intermediate_size"] = 50
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"gate_proj\.weight is \[48, 32\] in the files and \[50, 32\] in the model"):
-        read(LlamaForCausalLM, folder)
-
-
 def test_a_lost_expert_is_refused(tmp_path: Path) -> None:
     families()["mixtral"].build().save_pretrained(tmp_path)
     lost = [f"model.layers.0.block_sparse_moe.experts.3.w{n}.weight" for n in (1, 2, 3)]
@@ -258,12 +226,6 @@ def test_the_dtype_is_the_configurations_and_else_the_files(folder: Path) -> Non
         for begin, end in ((100, 1280), (7, 9)):  # a partial tensor, in a dtype other than the file dtype
             part = weights.source("lm_head.weight").read(begin, end)
             assert same_bits(part, loaded.lm_head.weight.detach().reshape(-1)[begin:end])
-
-
-def test_the_generation_config_of_the_folder_is_taken(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 77}))
-    found, _ = read(LlamaForCausalLM, folder)
-    assert found.generation_config.max_new_tokens == 77
 
 
 def test_quantized_weights_without_a_configuration_are_refused(folder: Path) -> None:
@@ -365,21 +327,14 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
 
 
 _READ = """
-import sys, time, torch, transformers
-from pathlib import Path
-from offload.app.hf.names import CannotStream
+import torch, transformers
 from offload.app.hf.read import read_model
-def status(key):
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
-torch.ones(8, 8) @ torch.ones(8, 8)
 folder = Path(sys.argv[1])
 config = transformers.AutoConfig.from_pretrained(folder)
 transformers.AutoModelForCausalLM._model_mapping[type(config)]
-open("/proc/self/clear_refs", "w").write("5")
-before = status("VmRSS")
+before = begin()
 model, weights = read_model(transformers.AutoModelForCausalLM, folder, config)
 largest, total = 0, 0
-start = time.perf_counter()
 units = [(f"model.layers.{i}", m) for i, m in enumerate(model.model.layers)]
 for name, module in [("e", model.model.embed_tokens), *units, ("n", model.model.norm), ("h", model.lm_head)]:
     for p, source in weights.fill(name, module).items():
@@ -391,42 +346,16 @@ for name, module in [("e", model.model.embed_tokens), *units, ("n", model.model.
             if p is not None:
                 owner._parameters[key] = torch.nn.Parameter(torch.full((), float("nan"), dtype=p.dtype).expand(p.shape))
     del p
-print(status("VmHWM") - before, largest, total, time.perf_counter() - start)
+print(status("VmHWM") - before, largest, total)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
 def test_the_peak_of_reading_is_one_unit(tmp_path: Path) -> None:
     make_large(tmp_path / "model")
-    peak, largest = peak_of(_READ, tmp_path / "model")
-    assert peak < largest + 100 * 2**20
-
-
-def peak_of(program: str, *arguments: Path) -> tuple[float, float]:
-    """Run a program over a large model. Return (peak growth, largest unit) in bytes.
-
-    The program prints peak growth, unit bytes, total bytes and seconds.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], check=True, capture_output=True, text=True
-    )
-    peak, largest, total, seconds = map(float, done.stdout.split()[-4:])
-    print(f"model {total / 2**20:.0f} MiB, unit {largest / 2**20:.0f}, peak {peak / 2**20:.0f}, {seconds:.2f} s")
-    assert total > 550 * 2**20
-    return peak, largest
-
-
-def make_large(folder: Path) -> None:
-    """Write a model with 600 MiB in bf16."""
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
-    more = {"intermediate_size": 1536, "num_hidden_layers": 6, "num_local_experts": 8}
-    config = MixtralForCausalLM.config_class(**sizes, **more)
-    with DeferredInit(0) as deferred:
-        model = Auto(MixtralForCausalLM).from_config(config, dtype=torch.bfloat16)
-    deferred.bind(model)("", model)
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder, max_shard_size="200MB")
+    peak, largest, total = peak_of(_READ, tmp_path / "model")
+    assert total > 550 << 20
+    assert peak < largest + (100 << 20)
 
 
 def test_a_row_of_a_stack_is_made_once_for_all_its_pieces() -> None:
