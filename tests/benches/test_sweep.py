@@ -91,20 +91,6 @@ def test_each_point_has_its_result_and_the_lines_are_drawn(tmp_path: Path) -> No
     assert light != dark
 
 
-def test_a_ratio_is_that_of_runs_a_moment_apart() -> None:
-    """The machine slows down by two from round to round, equally for all points."""
-    given = arguments("--batch", "1", "--placement", "device", "cpu", "--rounds", "3", "--steps", "1")
-    runs: dict[str, int] = {}
-
-    def train(point: Point, _settings: Sequence[str], _num_steps: int) -> Steps:
-        runs[point.name] = runs.get(point.name, 0) + 1
-        seconds = 2.0 ** runs[point.name] * (1.0 if point.placement == "device" else 1.25)
-        return [{"step_seconds": seconds, "lanes": {}, "peak_device_bytes": 0, "peak_host_bytes": 0}]
-
-    _, streamed = sweep.sweep(sweep.points(given), given, train).results
-    assert streamed.ratio == pytest.approx(0.8)
-
-
 def test_where_no_point_can_be_measured_it_says_why() -> None:
     given = arguments("--batch", "8", "16", "--sequence", "64", "--placement", "device")
     with pytest.raises(DoesNotFitError, match="no point could be measured.*1 GiB are missing"):

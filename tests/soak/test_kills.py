@@ -204,16 +204,6 @@ def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str
     assert hits["writing"]
 
 
-@pytest.mark.slow  # quick version: one resumed run and one replayed run
-def test_a_run_without_gradients_that_is_killed_while_it_saves(forks: Forks) -> None:
-    """A checkpoint includes the delayed part of a step."""
-    words = [*LARGE[:4], "--optimizer.name", "mezo", "--optimizer.lr", "1e-3", "--optimizer.layer_fraction", "0.5"]
-    words += ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.steps", "30"]
-    whole = whole_run(forks, "forwards", words)
-    hits = kill_and_go_on(Run(forks, "forwards", [*words, "--checkpoint.every", str(EVERY)]), whole, FEW, 30, seed=5)
-    assert hits["writing"]
-
-
 @pytest.mark.slow  # quick version: one killed process, and ranks with a failed save
 def test_ranks_that_are_killed_while_they_save(forks: Forks) -> None:
     words = [*LARGE, "--train.steps", "20"]

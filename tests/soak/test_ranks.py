@@ -1,4 +1,4 @@
-"""Runs over several ranks: resumed with another rank count, and saved after a signal."""
+"""Runs over several ranks, saved after a signal."""
 
 from __future__ import annotations
 
@@ -12,40 +12,9 @@ import torch
 
 from tests.forks import start
 from tests.lanes.patience import eventually
-from tests.soak.runs import SMALL, TIERS, Commands, Forks, Run
+from tests.soak.runs import SMALL, Commands, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
-
-
-@pytest.fixture(scope="module")
-def whole(forks: Forks) -> Run:
-    """Two ranks with all states on disk, and step-6 of 12. No dropout, because each rank samples separately."""
-    words = [*SMALL, *TIERS["nvme"], "--train.steps", "12", "--checkpoint.every", "6", "--train.max_grad_norm", "0.3"]
-    run = Run(forks, "two", words, num_ranks=2)
-    assert run.start().codes() == {0}, run.said()
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "tier"),
-    [(2, "memory"), (1, "nvme"), (2, "nvme"), (1, "memory"), (3, "memory"), (3, "nvme")],
-)
-def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier: str) -> None:
-    """Equal bits for the same number of ranks with any placement. Otherwise equal up to the summation order."""
-    words = [*SMALL, *TIERS[tier], "--train.steps", "12", "--checkpoint.resume", str(whole.path / "checkpoints/step-6")]
-    run = Run(whole.starter, f"{num_ranks}-{tier}", words, num_ranks)
-    assert run.start().codes() == {0}, run.said()
-    assert run.said().count("resumed at step 6 from ") == 1
-    found, wanted = run.learnt(), whole.learnt()[6:]
-    weights, expected = run.weights(), whole.weights()
-    if num_ranks == 2:
-        assert found == wanted
-        assert not [name for name in expected if not weights[name].equal(expected[name])]
-    else:
-        assert found == [pytest.approx(line, rel=1e-5) for line in wanted]
-        for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
