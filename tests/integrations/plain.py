@@ -21,12 +21,31 @@ LR, CLIP = 1e-2, 0.5
 PLACEMENT = Placement(parameters="cpu", optimizer="cpu", device_memory="2MiB")
 
 
-class SameBits(torch.optim.Optimizer):
-    """AdamW over resident parameters with the C++ kernel of the engine, clipped by the engine's norm.
+class KernelAdamW(torch.optim.AdamW):
+    """torch's AdamW with the C++ kernel of the engine: torch's own differs in the last bits of an update.
 
-    (torch.optim.AdamW differs by up to 4 units in the last place of a weight. After such a difference the runs
-    diverge.)
+    scale: clipping coefficient for the next step.
     """
+
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        scale, self.scale = self.scale, 1.0
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p)}
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                flat = [t.view(-1) for t in (p.data, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous())]
+                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                kernels.adamw(*flat, step=int(state["step"]), grad_scale=scale, **settings)
+
+
+class SameBits(KernelAdamW):
+    """The optimizer of a whole model, clipped by the engine's norm."""
 
     def __init__(
         self,
@@ -35,41 +54,23 @@ class SameBits(torch.optim.Optimizer):
         decayed: Callable[[str], bool] = lambda name: True,
         eps: float = 1e-8,
     ) -> None:
-        self.clip, self.eps, self.norms = clip, eps, []
+        self.clip, self.norms = clip, []
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._all = [p for _, p in trained]
         groups = [
             {"params": [p for name, p in trained if decayed(name) is is_decayed], "weight_decay": decay}
             for is_decayed, decay in ((True, 0.1), (False, 0.0))
         ]
-        super().__init__([group for group in groups if group["params"]], {"lr": LR})
+        super().__init__([group for group in groups if group["params"]], lr=LR, eps=eps)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         squares = [kernels.sum_squares(p.grad.reshape(-1)) for p in self._all if p.grad is not None]
         norm = math.sqrt(sum(squares))
         self.norms.append(norm)
-        scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "exp_avg": torch.zeros(p.numel()), "exp_avg_sq": torch.zeros(p.numel())}
-                state["step"] += 1
-                kernels.adamw(
-                    p.data.view(-1),
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    p.grad.reshape(-1).contiguous(),
-                    step=state["step"],
-                    lr=group["lr"],
-                    betas=(0.9, 0.999),
-                    eps=self.eps,
-                    weight_decay=group["weight_decay"],
-                    grad_scale=scale,
-                )
+        if self.clip:
+            self.scale = min(1.0, self.clip / (norm + 1e-6))
+        super().step()
 
 
 def llama(vocabulary: int = 64, made: Any = LlamaForCausalLM, **config: Any) -> Any:

@@ -24,8 +24,7 @@ from offload.errors import OffloadError
 from offload.optim.update import clip_coefficient
 from tests.engine.compare import assert_same
 from tests.engine.device import cpu_only
-from tests.integrations.plain import needs
-from tests.integrations.test_wrap import KernelAdamW
+from tests.integrations.plain import KernelAdamW, common, needs
 
 needs("transformers", "accelerate")
 
@@ -271,23 +270,18 @@ class Trained(Script):
 
     def open(self) -> None:
         optimizer = torch.optim.AdamW(self.model.parameters(), **SETTINGS)
-        folder = tempfile.mkdtemp()
-        arguments = TrainingArguments(
-            folder,
+        arguments = common(
+            Path(tempfile.mkdtemp()),
             max_steps=STEPS,
             learning_rate=SETTINGS["lr"],
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             per_device_train_batch_size=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
             remove_unused_columns=False,
         )
         self.trainer: Any = self._trainer_class()(
             model=self.model,
-            args=arguments,
+            args=TrainingArguments(**arguments),
             train_dataset=[batch_of(step) for step in range(STEPS)],
             data_collator=lambda rows: rows[0],
             optimizers=(optimizer, None),

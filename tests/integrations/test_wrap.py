@@ -17,36 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.errors import ConfigError, DoesNotFitError
 from offload.integrations import wrap
-from offload.native import kernels
 from tests.engine.compare import assert_same
 from tests.engine.device import TWO_KERNELS, own_device, twin
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.integrations.plain import KernelAdamW
 from tests.matrix import matrix
 
 pytestmark = TWO_KERNELS
-
-
-class KernelAdamW(torch.optim.AdamW):
-    """torch's AdamW with the arithmetic of the project's kernel: torch's own differs in the last bits of an update.
-
-    scale: clipping coefficient for the next step.
-    """
-
-    scale = 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        scale, self.scale = self.scale, 1.0
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p)}
-                    state["exp_avg_sq"] = torch.zeros_like(p)
-                state["step"] += 1
-                flat = [t.view(-1) for t in (p.data, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous())]
-                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-                kernels.adamw(*flat, step=int(state["step"]), grad_scale=scale, **settings)
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
