@@ -52,6 +52,20 @@ def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
 
 
+def losses(run: Path) -> list[float]:
+    """Return the loss of each step."""
+    return [line["loss"] for line in lines_of(run)]
+
+
+def assert_same_tensors(one: Path, other: Path, file: str = "model.safetensors") -> None:
+    """Check that a file of two folders has the same tensors, bit for bit."""
+    from safetensors.torch import load_file
+
+    mine, its = (load_file(folder / file) for folder in (one, other))
+    assert mine.keys() == its.keys()
+    assert [name for name in its if not mine[name].equal(its[name])] == []
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -23,7 +23,7 @@ from tests.cluster.test_disks import settings
 from tests.cluster.test_examples import FOLDER, words_of
 from tests.distributed.ranks import Rank
 from tests.forks import MINUTES
-from tests.run_folder import environment, lines_of
+from tests.run_folder import environment, losses
 
 pytestmark = pytest.mark.slow
 
@@ -54,10 +54,6 @@ def alone(folder: Path, words: Sequence[str]) -> None:
     """Train in one process on this host."""
     found = forks.run(["-m", "offload.train", *words], cwd=folder, env=environment(folder / "cache-0"))
     assert found.returncode == 0, found.stdout + found.stderr
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in lines_of(run)]
 
 
 def assert_alike(run: Path, other: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import needs
-from tests.run_folder import cut
+from tests.run_folder import assert_same_tensors, cut, losses
 from tests.training.conftest import HOST, SHAPES
 
 needs("peft")
@@ -54,21 +56,27 @@ def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+FILE = "adapter_model.safetensors"
+assert_same = partial(assert_same_tensors, file=FILE)
 
 
-def assert_same(one: Path, other: Path) -> None:
-    mine, its = adapter(one), adapter(other)
-    assert mine.keys() == its.keys()
-    assert not [(name, (mine[name] - its[name]).abs().max()) for name in its if not torch.equal(mine[name], its[name])]
+def merged(base: Path, adapter: Path, decode: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, v: v) -> Any:
+    """Return a model with an adapter merged by PEFT. decode: returns the weight of the base for (name, weight)."""
+    over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    for name, parameter in over.named_parameters():
+        parameter.data = decode(name, parameter.detach())
+    return PeftModel.from_pretrained(over, adapter).merge_and_unload()
 
 
-def save_merged(model: Any, adapter: Path, folder: Path) -> None:
-    """Merge an adapter by PEFT, and save the model with the tokenizer's special tokens, as transformers' Trainer."""
-    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    align_special_tokens(merged, AutoTokenizer.from_pretrained(adapter))
-    merged.save_pretrained(folder)
+def decoded_in(codec: str, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return decoded(CODECS[codec], weight.reshape(-1), dtype).view(weight.shape).float()
+
+
+def assert_holds(folder: Path, model: Any) -> None:
+    """Check that the folder of a model has the weights of `model`."""
+    wanted = model.state_dict()
+    stored = load_file(folder / "model.safetensors")
+    assert [name for name, value in stored.items() if not torch.equal(value, wanted[name])] == []
 
 
 def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
@@ -90,18 +98,18 @@ def train_over_ranks(tmp_path: Path, name: str, **settings: Any) -> Path:
     return tmp_path / name
 
 
-def gone_on(run: Any, whole: Any, lines: list[dict[str, Any]], last: int, **settings: Any) -> Any:
+def gone_on(run: Any, whole: Any, last: int, **settings: Any) -> Any:
     """Return the result of a run that goes on before the checkpoint of the last step: as the whole one."""
     cut(whole.dir, "half", last)
-    half, again, _ = run("half", **settings)
-    assert [line["loss"] for line in again[-(last // 2) :]] == [line["loss"] for line in lines[-(last // 2) :]]
+    half, *_ = run("half", **settings)
+    assert losses(half.dir) == losses(whole.dir)
     assert_same(half.export, whole.export)
     return half
 
 
 def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
-    whole, lines, said = run("whole", **more)
+    whole, _, said = run("whole", **more)
     assert "adapter: lora, 1,920 of " in said
     assert "over 6 modules (3 q_proj, 3 down_proj)" in said
     assert f"frozen: {base}" in said
@@ -112,7 +120,7 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
         assert len(reader.contents) == 12
         assert reader.meta["meta"]["base"]["name"] == str(base)
     assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
-    half = gone_on(run, whole, lines, 6, **more)
+    half = gone_on(run, whole, 6, **more)
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
 
 
@@ -123,19 +131,20 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     head = {"lora__modules_to_save": ["lm_head"]}
     result, _, said = run("run", model__path=str(base), checkpoint__every=3, **head, **ADAPTER, **HOST)
     assert "logits bit-equal" in said
-    adapter_of, merged, wanted = tmp_path / "adapter", tmp_path / "merged", tmp_path / "wanted"
+    adapter_of, out, wanted = tmp_path / "adapter", tmp_path / "merged", tmp_path / "wanted"
     assert export_command([str(result.dir), str(adapter_of)]) == 0
     assert_same(adapter_of, result.export)
     assert (adapter_of / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     base.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=f"trained over {base}, and its base is not at {base}; set --base to"):
-        export_command([str(result.dir), str(merged), "--merge"])
-    assert export_command([str(result.dir), str(merged), "--merge", "--base", str(tmp_path / "moved")]) == 0
-    over: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype="auto")
-    save_merged(over, adapter_of, wanted)
+        export_command([str(result.dir), str(out), "--merge"])
+    assert export_command([str(result.dir), str(out), "--merge", "--base", str(tmp_path / "moved")]) == 0
+    model = merged(tmp_path / "moved", adapter_of)
+    align_special_tokens(model, AutoTokenizer.from_pretrained(adapter_of))  # as transformers' Trainer
+    model.save_pretrained(wanted)
     for name in ("model.safetensors", "config.json"):
-        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
-    assert verify_command([str(merged)]) == 0
+        assert (out / name).read_bytes() == (wanted / name).read_bytes(), name
+    assert verify_command([str(out)]) == 0
 
 
 @pytest.mark.slow
@@ -147,9 +156,8 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     adapts = {"rank": 4, "init": init, "target_modules": ["q_proj", "down_proj"]}
     more = {"model__path": str(base), "checkpoint__every": 2, "train__steps": 4, "offload__frozen_weights": codec}
     more |= {f"lora__{key}": value for key, value in adapts.items()} | HOST
-    whole, lines, said = run("whole", **more)
+    whole, _, said = run("whole", **more)
     assert f"reloaded: by peft, from {whole.export}: logits equal within" in said
-    cut(whole.dir, "half", 4)
     model: Any = AutoModelForCausalLM.from_pretrained(base)
     for parameter in model.parameters():
         parameter.data = parameter.detach().clone()  # memory alignment can change the last bits of a product
@@ -158,15 +166,12 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     plain.save_pretrained(tmp_path / "initial")
     for name in ("pissa_init", "olora_init"):
         monkeypatch.delattr(LoraLayer, name)  # a resumed run reads the changed base
-    half, again, _ = run("half", **more)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
-    assert_same(half.export, whole.export)
-
-    trained = {name.replace(".weight", ".default.weight"): value for name, value in adapter(whole.export).items()}
+    gone_on(run, whole, 4, **more)
+    adapter = load_file(whole.export / FILE)
+    trained = {name.replace(".weight", ".default.weight"): value for name, value in adapter.items()}
     for name, parameter in plain.named_parameters():
         if codec != "exact" and ".layers." in name and parameter.dim() > 1 and "lora" not in name:
-            flat = decoded(CODECS[codec], parameter.detach().reshape(-1), torch.float32)
-            parameter.data = flat.view(parameter.shape)
+            parameter.data = decoded_in(codec, parameter.detach())
         if name in trained:
             parameter.data = trained[name][:4].clone() if "lora_A" in name else trained[name][:, :4].clone()
     plain.save_pretrained(tmp_path / "wanted", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
@@ -176,9 +181,7 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
     assert_same(tmp_path / "adapter", whole.export)
     assert export_command([str(whole.dir), str(tmp_path / "merged"), "--merge"]) == 0
-    merged = plain.merge_and_unload().state_dict()
-    for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(value, merged[name]), name
+    assert_holds(tmp_path / "merged", plain.merge_and_unload())
 
 
 @pytest.mark.slow
@@ -187,8 +190,8 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
     config = tmp_path / "vera.json"
     config.write_text(json.dumps({"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}))
     more = {"model__path": str(base), "checkpoint__every": 2, "lora__config": str(config), **HOST}
-    whole, lines, _ = run("whole", train__steps=4, **more)
-    gone_on(run, whole, lines, 4, train__steps=4, **more)
+    whole, *_ = run("whole", train__steps=4, **more)
+    gone_on(run, whole, 4, train__steps=4, **more)
     assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
     assert_same(tmp_path / "adapter", whole.export)
     assert Config.load(whole.dir / "config.yaml").lora.config == str(config)
@@ -222,24 +225,6 @@ def test_an_initialization_that_cannot_be_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["mixtral"], indirect=True)
-def test_an_adapter_over_experts_is_loaded_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
-    experts = {"lora__rank": 2, "lora__target_modules": ["q_proj"], "lora__target_parameters": ["down_proj"]}
-    more = {"model__path": str(base), "checkpoint__every": 2, **experts, **HOST}
-    whole, _, said = run("whole", train__steps=4, **more)
-    assert "over 4 modules (2 q_proj, 2 experts)" in said
-    assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
-    merged, wanted = tmp_path / "merged", tmp_path / "wanted"
-    assert export_command([str(whole.dir), str(merged), "--merge"]) == 0
-    over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    save_merged(over, whole.export, wanted)
-    for name in ("model.safetensors", "config.json"):
-        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
-    with pytest.raises(ConfigError, match="no attribute 'weight' .only --lora.init default"):
-        run("no", **more, lora__init="olora")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "precision"), [("nf4", "fp32"), ("int8", "bf16"), ("exact", "bf16")])
 def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, precision: str
@@ -252,15 +237,12 @@ def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     for onto in ("trained", "original"):
         assert export_command([str(result.dir), str(tmp_path / onto), "--merge", "--onto", onto]) == 0
-        over: Any = AutoModelForCausalLM.from_pretrained(base)
-        for name, parameter in over.named_parameters():
-            if codec != "exact" and onto == "trained" and ".layers." in name and parameter.dim() > 1:
-                parameter.data = (
-                    decoded(CODECS[codec], parameter.detach().reshape(-1), dtype).view(parameter.shape).float()
-                )
-        merged = PeftModel.from_pretrained(over, result.export).merge_and_unload().state_dict()
-        for name, value in load_file(tmp_path / onto / "model.safetensors").items():
-            assert torch.equal(value, merged[name]), (onto, name)
+        is_coded = codec != "exact" and onto == "trained"
+
+        def decode(name: str, weight: torch.Tensor, is_coded: bool = is_coded) -> torch.Tensor:
+            return decoded_in(codec, weight, dtype) if is_coded and ".layers." in name and weight.dim() > 1 else weight
+
+        assert_holds(tmp_path / onto, merged(base, result.export, decode))
     for flags in (["--onto", "original"], *([["--merge", "--dtype", "bf16"]] if codec != "exact" else [])):
         with pytest.raises(ConfigError, match="leave"):
             export_command([str(result.dir), str(tmp_path / "wrong"), *flags])
@@ -275,18 +257,18 @@ def test_experts_that_are_no_whole_blocks_are_resumed_and_merged(
     experts = {"lora__target_modules": ["q_proj"], "lora__target_parameters": ["gate_up_proj", "down_proj"]}
     more = {"model__path": str(base), "checkpoint__every": 2, "lora__rank": 2, **experts, **HOST}
     more |= {"offload__frozen_weights": "nf4", "offload__experts": "streamed", "train__steps": 4}
-    whole, lines, said = run("whole", **more)
+    whole, _, said = run("whole", **more)
     assert "4 stacks of expert vectors" in said
-    gone_on(run, whole, lines, 4, **more)
+    gone_on(run, whole, 4, **more)
     assert export_command([str(whole.dir), str(tmp_path / "merged"), "--merge"]) == 0
-    over: Any = AutoModelForCausalLM.from_pretrained(base)
-    for name, parameter in over.named_parameters():
-        if ".layers." in name and not name.endswith("bias") and parameter.dim() > 1 and parameter.numel() >= 4096:
-            flat = decoded(CODECS["nf4"], parameter.detach().reshape(-1), torch.float32)
-            parameter.data = flat.view(parameter.shape)
-    merged = PeftModel.from_pretrained(over, whole.export).merge_and_unload().state_dict()
-    for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(value, merged[name]), name
+
+    def decode(name: str, weight: torch.Tensor) -> torch.Tensor:
+        is_coded = ".layers." in name and not name.endswith("bias") and weight.dim() > 1 and weight.numel() >= 4096
+        return decoded_in("nf4", weight) if is_coded else weight
+
+    assert_holds(tmp_path / "merged", merged(base, whole.export, decode))
+    with pytest.raises(ConfigError, match="no attribute 'weight' .only --lora.init default"):
+        run("no", **more, lora__init="olora")
 
 
 @pytest.mark.slow
@@ -366,7 +348,7 @@ def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch
     """An adapter is exported in fp32. With restarts the run exports the whole model in the compute dtype."""
     more = {"model__path": str(base), "train__precision": "bf16", **ADAPTER}
     result, _, _ = run("run", **more)
-    written = sum(value.nbytes for value in adapter(result.export).values())
+    written = sum(value.nbytes for value in load_file(result.export / FILE).values())
     assert written == 4 * 1920
     monkeypatch.setattr(trainable, "free_bytes", lambda _path: written - 1)
     with pytest.raises(DoesNotFitError, match=rf"takes 7.5 KiB \({written} bytes\), 1 bytes more"):
@@ -394,4 +376,4 @@ def test_a_run_of_an_earlier_version_with_loftq_resumes(run: Any, base: Path, mo
         patch.setattr(Config, "to_dict", lambda self: {**to_dict(self), "lora.init": ("loftq", "command line")})
         run("parts", **{**settings, "train__steps": 2})
     parts, *_ = run("parts", **settings)
-    assert all(torch.equal(value, adapter(whole.export)[name]) for name, value in adapter(parts.export).items())
+    assert_same(parts.export, whole.export)

@@ -226,16 +226,6 @@ def test_what_differs_only_undisturbed_is_told_as_such(
     assert said.endswith("parity: offloaded and resident training differ over 3 steps\n")
 
 
-@pytest.mark.slow
-def test_the_words_of_a_person(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert parity.main(words("--optimizer.states", "int8", *HOST)) == 0
-    said = capsys.readouterr().out
-    assert said.count(", equal\n") == 6
-    assert "every bit is equal" in said
-    assert "note: moments in int8" in said
-    assert not Path("runs").exists()
-
-
 def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="draws random numbers"):
         parity.main(words("--train.micro_batch_size", "2", *HOST, family="gpt2"))

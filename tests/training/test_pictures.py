@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from offload import parity
@@ -16,7 +15,8 @@ from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer, TrainResult
 from offload.errors import ConfigError
 from tests import forks
-from tests.training.conftest import HOST, lines_of
+from tests.run_folder import assert_same_tensors, lines_of, losses
+from tests.training.conftest import HOST
 from tests.vision import COLOURS, about, model_folder, rows_file
 
 HOST_WORDS = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
@@ -60,10 +60,6 @@ def words(settings: dict[str, Any]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in lines_of(run)]
-
-
 @pytest.fixture
 def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function that trains a model on these rows and returns (result, stdout)."""
@@ -101,9 +97,7 @@ def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
     assert "resumed at step 2" in said
     assert "logits bit-equal" in said
     assert losses(cut.dir) == losses(whole.dir)
-    first, second = (transformers.AutoModelForImageTextToText.from_pretrained(result.export) for result in (whole, cut))
-    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same_tensors(cut.export, whole.export)
 
 
 def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:

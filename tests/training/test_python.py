@@ -21,7 +21,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError, InterruptedRun
 from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
-from tests.run_folder import lines_of, numbers
+from tests.run_folder import assert_same_tensors, lines_of, losses, numbers
 from tests.training.conftest import SHAPES
 
 ROWS = numbers(80)
@@ -47,10 +47,6 @@ def pretrained(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def losses(folder: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in lines_of(folder)]
-
-
 @pytest.mark.slow
 def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     settings: dict[str, Any], pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,8 +63,7 @@ def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     (tmp_path / "run.yaml").write_text(json.dumps({**files, "data": {**settings["data"], "source": source}}))
     wanted = Trainer(tmp_path / "run.yaml").run()
     assert losses(own.dir) == losses(wanted.dir)
-    one, other = (load_file(each.dir / "hf/model.safetensors") for each in (own, wanted))
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert_same_tensors(own.export, wanted.export)
     written = Config.load(own.dir / "config.yaml")
     assert (written.model.path, written.data.source) == ("python:LlamaForCausalLM", (source,))
     with pytest.raises(ConfigError, match=r"python:LlamaForCausalLM, so the run trained a model built in Python"):
@@ -163,8 +158,7 @@ def test_a_module_of_ones_own_trains_is_resumed_and_exported(
     exported = load_file(again.dir / "hf/model.safetensors")
     assert torch.equal(exported["table.weight"], begun().table.weight)
     assert exported.keys() == Small().state_dict().keys()
-    one = load_file(whole.dir / "hf/model.safetensors")
-    assert all(torch.equal(one[name], weight) for name, weight in exported.items())
+    assert_same_tensors(again.export, whole.export)
 
 
 class Watches(TrainerCallback):

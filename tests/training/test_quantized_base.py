@@ -27,12 +27,13 @@ from offload.plan import main as plan_command
 from offload.verify import main as verify_command
 from tests.hf.quantized import quantized
 from tests.integrations.plain import needs
-from tests.run_folder import cut
+from tests.run_folder import assert_same_tensors, cut, losses
 
 needs("peft")
 
 from peft import PeftModel  # noqa: E402
 
+ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "o_proj"]}
 KINDS = ["fp8", "mxfp4", "nf4", "int4"]
 
@@ -45,25 +46,40 @@ def base_of(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.fixture
+def run_both(run: Any, tmp_path: Path) -> Any:
+    """Return a function that trains over a quantized base and over its dequantized copy, to the same losses and export.
+
+    Returns (result, result over the copy, stdout).
+    """
+
+    def train(kind: str, file: str = ADAPTER_FILE, **settings: Any) -> tuple[Any, Any, str]:
+        base = base_of(tmp_path / "base", kind)
+        settings |= ADAPTER
+        result, _, said = run("run", model__path=str(base), **settings)
+        wanted, *_ = run("plain", model__path=str(base.with_name("base-plain")), **settings)
+        assert losses(result.dir) == losses(wanted.dir)
+        assert_same_tensors(result.export, wanted.export, file)
+        return result, wanted, said
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind: str) -> None:
-    base = base_of(tmp_path / "base", kind)
+def test_a_run_is_that_over_the_dequantised_base(run: Any, run_both: Any, tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "base"
     plain = base.with_name("base-plain")
-    settings = {"train__steps": 4, "checkpoint__every": 2, **ADAPTER}
-    result, lines, said = run("run", model__path=str(base), **settings)
-    wanted, others, _ = run("plain", model__path=str(plain), **settings)
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
-    found, its = (load_file(each.export / "adapter_model.safetensors") for each in (result, wanted))
-    assert all(torch.equal(found[name], its[name]) for name in its)
+    settings = {"train__steps": 4, "checkpoint__every": 2}
+    result, _, said = run_both(kind, **settings)
     name = {"fp8": "block fp8", "int4": "int4 (compressed-tensors)"}.get(kind, kind)
     assert f"{4 if kind == 'mxfp4' else 14} frozen parameters are stored in {name}, " in said
     assert f"frozen: {base}" in said
     assert f"reloaded: by peft, from {result.export}: logits bit-equal" in said
 
     cut(result.dir, "half", 4)
-    _, again, _ = run("half", model__path=str(base), **settings)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    half, *_ = run("half", model__path=str(base), **settings, **ADAPTER)
+    assert losses(half.dir)[-2:] == losses(result.dir)[-2:]
 
     merged = tmp_path / "merged"
     assert export_command([str(result.dir), str(merged), "--merge"]) == verify_command([str(merged)]) == 0
@@ -80,9 +96,9 @@ def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = base_of(tmp_path / "base", kind)
-    result, lines, _ = run("run", model__path=str(base), train__steps=2, **ADAPTER)
-    _, others, said = run("files", model__path=str(base), train__steps=2, offload__parameters="files", **ADAPTER)
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    result, *_ = run("run", model__path=str(base), train__steps=2, **ADAPTER)
+    files, _, said = run("files", model__path=str(base), train__steps=2, offload__parameters="files", **ADAPTER)
+    assert losses(files.dir) == losses(result.dir)
     assert "read from the model's own files" in said
     words = [
         *("--model.path", str(base), "--data.source", str(tmp_path / "text.txt"), "--lora.rank", "4"),
@@ -111,20 +127,15 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
 
 
 @pytest.mark.slow
-def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_path: Path) -> None:
+def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run_both: Any, tmp_path: Path) -> None:
     """PiSSA: the residual weight is not quantized, in a run and in the plan."""
-    base = base_of(tmp_path / "base", "int4")
-    settings = {"lora__init": "pissa", "train__steps": 2, "checkpoint__every": 2, **ADAPTER}
-    result, lines, said = run("run", model__path=str(base), **settings)
-    wanted, others, _ = run("plain", model__path=str(base.with_name("base-plain")), **settings)
+    base = tmp_path / "base"
+    result, wanted, said = run_both("int4", lora__init="pissa", train__steps=2, checkpoint__every=2)
     assert "10 frozen parameters are stored in int4" in said
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
     merged = [tmp_path / "merged", tmp_path / "wanted"]
     for each, out in zip((result, wanted), merged, strict=True):
         assert export_command([str(each.dir), str(out), "--merge"]) == 0
-    for one, other, name in ((result.export, wanted.export, "adapter_model"), (*merged, "model")):
-        found, its = (load_file(folder / f"{name}.safetensors") for folder in (one, other))
-        assert all(torch.equal(found[name], its[name]) for name in its)
+    assert_same_tensors(*merged)
 
     for over in {"target_modules": ["q_proj", "o_proj"]}, {"target_parameters": ["q_proj.weight", "o_proj.weight"]}:
         section = {"rank": 4, "init": "pissa", **over}
@@ -134,16 +145,10 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
+def test_what_restarts_is_in_no_codes(run_both: Any) -> None:
     """With restarts, only weights outside the adapter may stay quantized."""
-    settings = {"train__steps": 3, "lora__restart_every": 2, **ADAPTER, "model__path": str(tmp_path / "fp8")}
+    settings = {"train__steps": 3, "lora__restart_every": 2}
     with pytest.raises(ConfigError, match=r"restart_every is 2, but .*q_proj.*weight is quantized .*\(block fp8\)"):
-        run("no", **settings | {"model__path": str(base_of(tmp_path / "fp8", "fp8"))})
-    base = base_of(tmp_path / "base", "mxfp4")
-    result, lines, said = run("run", **settings | {"model__path": str(base)})
-    wanted, others, _ = run("plain", **settings | {"model__path": str(base.with_name("base-plain"))})
+        run_both("fp8", **settings)
+    *_, said = run_both("mxfp4", "model.safetensors", **settings)
     assert "4 frozen parameters are stored in mxfp4" in said
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
-    found, its = (load_file(each.export / "model.safetensors") for each in (result, wanted))
-    assert found.keys() == its.keys()
-    assert all(torch.equal(found[name], its[name]) for name in its)

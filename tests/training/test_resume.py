@@ -30,7 +30,7 @@ from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitEr
 from offload.export import main as export_command
 from offload.extras.data.tokenizer import train_bpe
 from tests.disks import held_back
-from tests.run_folder import contents, fill, flip, learnt, numbers
+from tests.run_folder import assert_same_tensors, contents, fill, flip, learnt, numbers
 from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -92,13 +92,6 @@ def make_folder(family: str, folder: Path) -> None:
     train_bpe(numbers(), 384).save_pretrained(folder)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    found, wanted = (load_file(folder / "hf/model.safetensors") for folder in (one, other))
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].equal(tensor), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "number"), [(2, 2), (0, 3)], ids=["between", "at the end"])
 def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
@@ -134,7 +127,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, ended: Any, tmp_path:
     assert steps_of(result.dir) == ["step-9", "step-8"]
     assert learnt(found) == learnt(wanted)
     assert (result.steps, result.eval_loss) == (9, whole.eval_loss)
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
 
 
 def test_a_model_folder_that_is_gone_leaves_the_tokenizer_of_the_checkpoint(run: Any, tmp_path: Path) -> None:
@@ -167,7 +160,7 @@ def test_a_run_from_a_folder_goes_on_without_it(run: Any, ended: Any, tmp_path: 
     result, found, output = run("parts", **common)
     assert "the weights of a checkpoint" in output
     assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
     assert contents(result.dir / "hf")["config.json"] == contents(whole.dir / "hf")["config.json"]
 
 
@@ -185,7 +178,7 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, ended: Any) -
     assert f"a checkpoint above step 2 was renamed to {aside}" in output
     assert steps_of(result.dir) == ["step-6", "step-4", "step-2"]
     assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
 
 
 @pytest.mark.slow
@@ -215,7 +208,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, end
     result, found, output = run("parts", **common)
     assert "resumed" not in output
     assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +256,7 @@ def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> No
     resume = {"checkpoint.resume": str(tmp_path / "whole/checkpoints/step-4")}
     result, found, _ = run("by step", **resume, **{"train.steps": 6})
     assert learnt(found) == learnt(wanted[4:])
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
     _, found, output = run("by run", **{"train.steps": 7, "checkpoint.resume": str(whole.dir)})
     assert "resumed at step 6" in output
     assert [line["step"] for line in found] == [7]
@@ -416,7 +409,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     result, found, output = run("run", **{"train.steps": 7})
     assert "resumed at step 3" in output
     assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
+    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
 
 
 @pytest.mark.slow

@@ -92,14 +92,6 @@ def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None
 
 
 @pytest.mark.slow
-def test_an_export_is_trained_on(run: Any) -> None:
-    first, _, _ = run("first", train__steps=30, train__eval_every=0, optimizer__lr=5e-3)
-    second, lines, _ = run("second", model__path=str(first.export), train__steps=1, optimizer__lr=0.0)
-    assert second.eval_loss == pytest.approx(first.eval_loss, rel=1e-6)  # same tokenizer, weights and eval rows
-    assert lines[0]["loss"] < 5.0  # the loss of a fresh model is ln 384 = 5.95
-
-
-@pytest.mark.slow
 def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, tmp_path: Path) -> None:
     """Break: keep the old vocabulary size in the configuration; read the model without new rows."""
     first, _, _ = run("first", train__steps=2)
