@@ -23,7 +23,7 @@ from tests.cases.run import Step, Training, small
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import own_device
-from tests.engine.inside import lane_threads, leave_spare_memory, parts_of, planned_bytes, states
+from tests.engine.inside import assert_parked, lane_threads, leave_spare_memory, parts_of, planned_bytes, states
 from tests.engine.ranks import run
 from tests.engine.sizes import tier_bytes
 from tests.leaks import no_tensor_waits_for_collection
@@ -329,6 +329,21 @@ def evaluation_leaves_no_trace(at: Setting) -> None:
         assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
+def parks_change_no_bit(at: Setting) -> None:
+    """Between two parks an engine holds no byte of the device, by its ledger and by torch's count. Reads see the states
+    meanwhile, and later steps have the same bits.
+    """
+    with at.engine() as engine:
+        steps: list[Step] = []
+        for seed in range(NUM_STEPS):
+            steps.append(at.step(engine, seed))
+            before = weights(engine)
+            with engine.parked():
+                assert_parked(engine)
+                assert_same(weights(engine), before)
+        assert_equal(at.concluded(engine, steps), at.undisturbed)
+
+
 CONTRACTS: dict[str, Callable[[Setting], None]] = {
     contract.__name__: contract
     for contract in (
@@ -342,5 +357,6 @@ CONTRACTS: dict[str, Callable[[Setting], None]] = {
         leaves_nothing_after_failure,
         leaves_nothing_after_interrupt,
         evaluation_leaves_no_trace,
+        parks_change_no_bit,
     )
 }
