@@ -271,37 +271,32 @@ def reads_are_true(at: Setting) -> None:
         assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
+class Failure(Exception):
+    """An error in a forward, on purpose."""
+
+
 def leaves_nothing_after_failure(at: Setting) -> None:
-    """A failed step leaves the engine unchanged. After close no thread and no file remains."""
-
-    class Failure(Exception):
-        pass
-
-    _disturbed(at, Failure)
-
-
-def leaves_nothing_after_interrupt(at: Setting) -> None:
-    """Ctrl-C in a forward leaves the engine as before the step."""
-    _disturbed(at, KeyboardInterrupt)
-
-
-def _disturbed(at: Setting, kind: type[BaseException]) -> None:
+    """A step with an error or Ctrl-C in its forward leaves the engine unchanged. After close no thread and no file
+    remains.
+    """
     with at.engine() as engine:
         model = parts_of(engine).model
         own = model.forward
         steps = [at.step(engine, 0)]
 
-        @wraps(own)  # the signature names the input tensors of a batch
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            own(*args, **kwargs)
-            if kind is KeyboardInterrupt:
-                signal.raise_signal(signal.SIGINT)
-            raise kind("on purpose")
+        for kind in (Failure, KeyboardInterrupt):
 
-        model.forward = fail
-        with pytest.raises(kind):
-            at.step(engine, 1)
-        del model.forward
+            @wraps(own)  # the signature names the input tensors of a batch
+            def fail(*args: Any, kind: type[BaseException] = kind, **kwargs: Any) -> Any:
+                own(*args, **kwargs)
+                if kind is KeyboardInterrupt:
+                    signal.raise_signal(signal.SIGINT)
+                raise kind
+
+            model.forward = fail
+            with pytest.raises(kind):
+                at.step(engine, 1)
+            del model.forward
         steps += at.training().train(engine, range(1, NUM_STEPS))
         assert_equal(at.concluded(engine, steps), at.undisturbed)
         threads = lane_threads(engine)
@@ -355,7 +350,6 @@ CONTRACTS: dict[str, Callable[[Setting], None]] = {
         bytes_are_as_planned,
         reads_are_true,
         leaves_nothing_after_failure,
-        leaves_nothing_after_interrupt,
         evaluation_leaves_no_trace,
         parks_change_no_bit,
     )
