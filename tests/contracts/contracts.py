@@ -21,7 +21,7 @@ from tests.cases.features import CASES, PLACES, Case, Cell
 from tests.cases.models import build
 from tests.cases.run import Step, Training, small
 from tests.disks import nameless
-from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.inside import assert_parked, lane_threads, leave_spare_memory, parts_of, planned_bytes, states
 from tests.engine.ranks import run
@@ -126,7 +126,7 @@ def assert_equal(found: Run, wanted: Run) -> None:
             strict=True,
         ):
             assert (mine is None) == (theirs is None), name
-            assert mine is None or torch.equal(mine, theirs), name
+            assert mine is None or same_bits(mine, theirs), name
 
 
 # -- the contracts ---------------------------------------------------------------------------------------------------
