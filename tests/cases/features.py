@@ -374,8 +374,7 @@ CASES: dict[str, Case] = {
         EAGER["qwen3_moe"],
         placement={"experts": "streamed"},
         limits={"offload.extras.large.cut_experts.RECORD_BYTES offload.engine.units.cut_experts.RECORD_BYTES": 1},
-        reference=None,
-        without={"equals_reference": _OWN.format("test_streamed_experts.py")},
+        reference=lambda precision: {"norm_within": 1e-12},  # squares of gradients are summed record by record
         bits={
             "ranks-experts-streamed": at(CPU, _TWO, make=EAGER["mixtral"]),
             "experts-streamed": at(CPU, make=EAGER["mixtral"]),

@@ -44,10 +44,12 @@ def train_both(
     shown: Callable[[torch.Tensor], torch.Tensor] = lambda master: master,
     plain: nn.Module | None = None,
     within: float | None = None,
+    norm_within: float = 0.0,
     whole: bool = False,
     **settings: Any,
 ) -> tuple[Engine, Reference]:
-    """Train both and compare after every step: bit for bit, or `within` a share of the layer's scale.
+    """Train both and compare after every step: bit for bit, or `within` a share of the layer's scale. `norm_within`:
+    distance of norms, of which the squares are summed in another order.
 
     `plain`: the model to train by the reference, instead of a `model` copy. `whole`: the reference trains on whole
     batches and ignores micro_batch_size. `kept`, `group`, `shown`: see `Reference`.
@@ -66,7 +68,8 @@ def train_both(
         wanted = step_of(reference, batch, loss_fn, count, seed=100 + number)
         assert math.isfinite(wanted[0]), "the reference itself is not finite"
         found = step_of(engine, batch, loss_fn, seed=100 + number)
-        assert found == (wanted if within is None else pytest.approx(wanted, rel=within, abs=0)), f"step {number}"
+        near = (wanted[0], pytest.approx(wanted[1], rel=norm_within, abs=0))
+        assert found == (near if within is None else pytest.approx(wanted, rel=within, abs=0)), f"step {number}"
         assert_weights(engine, reference, within, f"after step {number}")
     return engine, reference
 

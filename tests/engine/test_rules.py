@@ -464,3 +464,5 @@ def test_another_models_checkpoint_is_refused_with_reset_too(tmp_path: Path) -> 
     other = Engine(build(lambda: llama(intermediate_size=64)), Adafactor())
     with pytest.raises(ConfigError, match="does not fit the model"):
         other.load_checkpoint(tmp_path / "saved", reset=True)
+    with pytest.raises(ConfigError, match=r"bfloat16.*--train\.precision"):
+        Engine(build(llama), precision="bf16").load_checkpoint(tmp_path / "saved")

@@ -18,7 +18,7 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.recording.trial_runs import TrialRuns
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
 from tests.cases.models import build, gpt2, llama, tokens
@@ -83,6 +83,26 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
             lease.done_reading(Ticket("compute", is_done=True))
     assert train(engine, 1) == train(source, 1)
     source.close()
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Path) -> None:
+    engine = make("cpu", tmp_path)
+    train(engine, 0)
+    for name in ("good", "bad"):
+        engine.save_checkpoint(tmp_path / name)
+    wanted = train(engine, 1)
+    file = tmp_path / "bad" / "rank-0.bin"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-0\.bin is damaged"):
+        engine.load_checkpoint(tmp_path / "bad")
+    with pytest.raises(TornError):
+        engine.step(tokens(1))
+    engine.load_checkpoint(tmp_path / "good")
+    assert train(engine, 1) == wanted
     engine.close()
 
 

@@ -22,12 +22,12 @@ from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
-from tests.cases.models import GROUPED, SPECIAL, build, llama, share, tokens
-from tests.engine.compare import assert_same, assert_weights, weights
+from tests.cases.models import GROUPED, SPECIAL, batches, build, llama, share, tokens
+from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.inside import parts_of, states
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB
-from tests.engine.reference import Reference, fake_quantised
+from tests.engine.reference import fake_quantised
 from tests.matrix import quick
 
 NUM_EXPERTS = 8
@@ -88,21 +88,10 @@ def quantized_on_the_link(weights: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
-    """Train next to the reference, with equal bits after every step."""
-    known = {key: settings[key] for key in ("optimizer", "precision", "max_grad_norm") if key in settings}
+    """Train next to the reference, with equal bits after every step. Squares of gradients are summed piece by piece."""
     if "link_weights" in settings:
-        known["shown"] = quantized_on_the_link
-    reference = Reference(model, **known)
-    engine = Engine(model, **settings)
-    for seed in range(count):
-        torch.manual_seed(seed)
-        loss, norm = reference.step(tokens(seed))
-        torch.manual_seed(seed)
-        result = engine.step(tokens(seed))
-        assert result.loss.item() == loss.item()
-        assert result.grad_norm == pytest.approx(norm, rel=1e-12)  # the squares are summed piece by piece
-        assert_weights(engine, reference, when=f"after step {seed}")
-    return engine
+        settings["shown"] = quantized_on_the_link
+    return train_both(model, batches(count), norm_within=1e-12, **settings)[0]
 
 
 @pytest.mark.slow
@@ -357,8 +346,3 @@ def test_a_router_that_is_none_is_refused() -> None:
         ):
             experts(torch.zeros(4, 32), torch.zeros(4, 2), torch.zeros(4, 2))
         engine.step(tokens())
-
-
-def test_placement_refuses_another_way() -> None:
-    with pytest.raises(ConfigError, match=r"offload.experts is 'stream'.*streamed"):
-        Placement(experts="stream")

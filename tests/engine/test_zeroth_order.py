@@ -19,7 +19,7 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.native import kernels
 from tests.cases.models import batches, build, gpt2, llama, tokens
 from tests.engine.compare import assert_same, weights
-from tests.engine.device import cpu_only, own_device
+from tests.engine.device import own_device
 from tests.engine.handmade import Log
 from tests.engine.inside import parts_of, steps_of
 from tests.engine.zeroth_order import PlainMeZO
@@ -27,7 +27,6 @@ from tests.matrix import quick
 
 RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
 ALONE = replace(RULE, master="bf16")
-RULE_ONLY = cpu_only("what the rule learns, and how a run goes on, is nothing of a device")
 
 
 def train_both(
@@ -253,10 +252,24 @@ def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -
         taking = {name for name in plain.masters if name not in frozen}.__contains__
         assert plain.measure(lambda n=skip, x=inputs: float(plain.model(x, n)), taking) == list(records[-1].losses)
         plain.move(records[-1].slopes, taking)
-    again.replay([*records[:2], {"step": 3, **records[2].fields()}, records[3]])
+    first, second, third, last = records
+    again.replay([first])
+    again.replay([(2, second.seed, second.slopes, second.lr), {"step": 3, **third.fields()}, last])
     for each in (engine, again):
         assert_same(weights(each), plain.masters)
-        each.close()
+    with pytest.raises(ConfigError, match="4 steps are done"):
+        again.replay([first])
+    for wrong in (None, last._replace(slopes=(float("nan"),)), last._replace(lr=float("inf")), (5, 0, (1e400,))):
+        with pytest.raises(ConfigError, match="the record is"):
+            again.replay([wrong])
+    with pytest.raises(ConfigError, match="step 5 is next"):
+        again.replay([last._replace(step=6)])
+    again.replay([(5, 0, ()), {"step": 6, "loss": float("nan")}])  # skipped
+    assert again.num_steps == 6
+    assert_same(weights(again), plain.masters)
+    marks = {again.weights_mark()}
+    again.replay([last._replace(step=7)])
+    assert again.weights_mark() not in marks
 
 
 @pytest.mark.slow
@@ -459,40 +472,6 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 
 
 # -- resume and replay -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@RULE_ONLY
-@pytest.mark.parametrize("width", ["fp32", "alone"])
-def test_a_run_is_replayed(width: str) -> None:
-    how = of(width, replace(RULE, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5))
-    rule, settings = how.pop("rule"), {**PLACES["cpu"], **how, "seed": 5}
-    engine, records = Engine(make_model(), rule, **settings), []
-    for number, batch in enumerate(batches(5)):
-        engine.lr = 1e-3 / (1 + number)
-        records.append(engine.step(batch).measured)
-    wanted = weights(engine)
-    engine.close()
-
-    again = Engine(make_model(), rule, **settings | {"seed": 0})
-    again.replay(records[:2])
-    again.replay((r.step, r.seed, r.slopes, r.lr) for r in records[2:])
-    assert_same(weights(again), wanted)
-    with pytest.raises(ConfigError, match="5 steps are done"):
-        again.replay(records[:1])
-    last = records[-1]
-    for wrong in (None, last._replace(slopes=(1.0, float("nan"))), last._replace(lr=float("inf")), (6, 0, (1e400, 0))):
-        with pytest.raises(ConfigError, match="the record is"):
-            again.replay([wrong])
-    with pytest.raises(ConfigError, match="step 6 is next"):
-        again.replay([last._replace(step=7)])
-    again.replay([(6, 0, ()), {"step": 7, "loss": float("nan")}])  # skipped
-    assert again.num_steps == 7
-    assert_same(weights(again), wanted)
-    marks = {again.weights_mark()}
-    again.replay([last._replace(step=8)])
-    assert again.weights_mark() not in marks
-    again.close()
 
 
 # -- races -------------------------------------------------------------------------------------------------
