@@ -35,7 +35,7 @@ from tests import accelerator
 from tests.cases.features import BF16, HANDMADE, Case, Cell
 from tests.cases.models import build, freeze, gpt2, llama, tokens
 from tests.cases.run import Step, Training, small
-from tests.engine.handmade import words
+from tests.engine.handmade import OneBlockInManyPlaces, Shifting, words
 from tests.engine.inside import leave_spare_memory, parts_of
 from tests.engine.ranks import serve
 from tests.engine.reference import Batch, comparable
@@ -122,6 +122,8 @@ CASES = {
     "mixes rows": Case(Centring, **HANDMADE),
     **SHARED,
     "spiking": Case(Spiking, **HANDMADE),
+    "moving buffers": Case(Shifting, {"optimizer": AdamW()}, **HANDMADE),
+    "used twice": Case(OneBlockInManyPlaces, **HANDMADE),
 }
 WITHIN = {"fp32": 1e-6, "bf16": 4e-3}
 """Allowed distance from plain PyTorch, as a share of the layer's scale. In bf16 another order of sums may round to the

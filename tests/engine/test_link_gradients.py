@@ -35,7 +35,7 @@ from tests.engine.reference import Reference
 from tests.engine.sizes import Elements
 from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_of
 from tests.engine.test_ranks import train as train_on_ranks
-from tests.engine.test_ranks_saving import read_all, save
+from tests.engine.test_ranks_saving import gone_on, read_all, save
 from tests.engine.test_replicas import AXES as OF_REPLICAS
 from tests.engine.test_replicas import REPLICAS, in_replicas, trained_on_machines
 from tests.matrix import cover
@@ -220,32 +220,13 @@ def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
     assert_same(one_pass.weights, two_passes.weights)
 
 
-def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses and weights for a run, and for a second run resumed in the middle."""
-    with open_comm(times=JOB) as comm:
-        losses: list[list[float]] = [[], []]
-        weights: list[dict[str, Tensor]] = []
-        for turn in range(2):
-            engine = opened(comm, CASES["plain"], zero_stage=stage, replicas=2, link_gradients="int4")
-            if turn:
-                engine.load_checkpoint(path)
-            for seed in range(2 * turn, 4):
-                if seed == 2 and not turn:
-                    engine.save_checkpoint(path)
-                loss = engine.step(share(CASES["plain"].batch(seed, 4), (4 // comm.size,) * comm.size, comm.rank)).loss
-                losses[turn] += [loss.item()] if seed > 1 else []
-            weights.append(dict(engine.named_parameters()))
-            engine.close()
-    return losses[0], losses[1], *weights
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stage"), [(2, 0), (4, 3)])
 def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> None:
     """Break: resume without errors; swap the errors between replicas."""
-    for losses, others, weights, same in run(size, resumed, path=str(tmp_path / "saved"), stage=stage):
-        assert losses == others
-        assert_same(weights, same)
+    told = {"zero_stage": stage, "replicas": 2, "link_gradients": "int4"}
+    for whole, resumed in run(size, gone_on, case="plain", path=str(tmp_path / "saved"), **told):
+        assert resumed == whole
     planes = read_all(tmp_path / "saved")
     assert planes["lm_head.weight", "error-0"].any()
     assert not torch.equal(planes["lm_head.weight", "error-0"], planes["lm_head.weight", "error-1"])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Engine, Muon
+from offload import Muon
 from offload.checkpoint import writer as writing
 from offload.checkpoint.reader import Reader
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, OffloadError
 from offload.optim.rule import UpdateRule
-from tests.cases.models import build, share
-from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
+from tests.cases.models import share
+from tests.engine.handmade import cross_entropy
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, SMOOTH, opened
 
@@ -84,23 +84,29 @@ def parted(path: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def gone_on(path: str, loops: bool) -> list[dict[str, Any]]:
-    """Train on different rows per rank. Return a step, or a step of an own loop, and all values afterwards, for the
+def gone_on(case: str, path: str, loops: bool = False, **settings: Any) -> list[dict[str, Any]]:
+    """Train two steps, save, and train two more steps, or a step of an own loop. Return all values afterwards, for the
     original and the resumed run.
     """
-    found = []
+    known, found = CASES[case], []
     with open_comm() as comm:
+        rows = (2,) * comm.size
+        batches = [share(known.batch(seed, sum(rows)), rows, comm.rank) for seed in range(4)]
         for is_resumed in (False, True):
-            engine = Engine(build(OneBlockInManyPlaces if loops else Shifting), comm=comm)
+            engine = opened(comm, known, **settings)
             if is_resumed:
                 engine.load_checkpoint(path)
             else:
-                for seed in range(2):
-                    engine.step(words(10 * seed + comm.rank), cross_entropy)
+                for batch in batches[:2]:
+                    engine.step(batch, known.loss_fn)
                 engine.save_checkpoint(path)
-            for batch in (words(20 + comm.rank), words(30 + comm.rank)) if loops else ():
-                engine.backward(cross_entropy(engine.model(batch["x"]), batch))
-            result = engine.update() if loops else engine.step(words(20 + comm.rank), cross_entropy)
+            for batch in batches[2:]:
+                if loops:
+                    engine.backward(cross_entropy(engine.model(batch["x"]), batch))
+                else:
+                    result = engine.step(batch, known.loss_fn)
+            if loops:
+                result = engine.update()
             buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
             weights = {name: value.tolist() for name, value in engine.named_parameters()}
             found.append({"step": (result.loss.item(), result.grad_norm), "buffers": buffers, "weights": weights})
@@ -167,7 +173,7 @@ def test_a_rank_that_ends_a_save_while_others_take_a_step_is_told_so(tmp_path: P
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
     """Break: give all ranks the buffers of rank 0."""
-    by_rank = run(2, gone_on, loops=False, path=str(tmp_path / "saved"))
+    by_rank = run(2, gone_on, case="moving buffers", path=str(tmp_path / "saved"))
     for whole, resumed in by_rank:
         assert resumed == whole
     assert by_rank[0][0]["buffers"] != by_rank[1][0]["buffers"]
@@ -178,5 +184,5 @@ def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -
 
 def test_a_step_before_it_does_not_decide_how_an_own_loop_adds_up(tmp_path: Path) -> None:
     """A unit with several uses sums gradients on the device in a step. In an own loop ranks sum after each pass."""
-    for whole, resumed in run(2, gone_on, loops=True, path=str(tmp_path / "saved")):
+    for whole, resumed in run(2, gone_on, case="used twice", loops=True, path=str(tmp_path / "saved")):
         assert resumed == whole
