@@ -403,15 +403,14 @@ def two_engines() -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
-    """Return the error of an engine over budget. All ranks of a machine share the host budget."""
-    settings["placement"] = {**settings.get("placement", {}), **budget}
+def refusal(**settings: Any) -> str:
+    """Return the error of an engine, or an empty text."""
     with open_comm(times=JOB) as comm, small():
         try:
-            opened(comm, CASES["plain"], folder=folder, **settings).close()
+            opened(comm, CASES["plain"], **settings).close()
         except OffloadError as caught:
-            return type(caught).__name__, str(caught)
-    return None
+            return f"{type(caught).__name__}: {caught}"
+    return ""
 
 
 # -- races -----------------------------------------------------------------------------------------------------------

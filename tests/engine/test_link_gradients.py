@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from offload import LOMO, Engine, MeZO
-from offload.distributed.joining import open_comm
 from offload.engine.prepare import Structure
 from offload.errors import ConfigError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
@@ -30,7 +29,7 @@ from tests.cases.models import build, share
 from tests.engine.compare import assert_same
 from tests.engine.device import cpu_only
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed
+from tests.engine.ranks_child import CASES, SMOOTH, own_loop, own_loss, own_seed, refusal
 from tests.engine.reference import Reference
 from tests.engine.sizes import Elements
 from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_of
@@ -280,9 +279,7 @@ def test_links_between_machines_have_the_bytes_of_codes() -> None:
 def refused_over_machines() -> str:
     """Return the error message for one replica over two machines."""
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    with open_comm(times=JOB) as comm, pytest.raises(ConfigError) as caught:
-        opened(comm, CASES["plain"], replicas=1, link_gradients="int8")
-    return str(caught.value)
+    return refusal(replicas=1, link_gradients="int8")
 
 
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")

@@ -103,6 +103,10 @@ def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_p
     engine.export(tmp_path / "hf")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert_same({each: exported[each] for each in found}, found)
+    engine.save_checkpoint(tmp_path / "saved")
+    with Engine(model()) as exact:
+        exact.load_checkpoint(tmp_path / "saved")
+        assert_same(weights(exact), found)
     for _, value in engine.edit([name]):
         value.mul_(1.5)
     assert same_bits(own.get_parameter(name).detach().clone().cpu(), fake_quantised(1.5 * found[name]))

@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from tests.cases.models import build
 from tests.engine.device import cpu_only, own_device
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, JOB, WITHIN, Found, opened, own_loop, train
+from tests.engine.ranks_child import CASES, JOB, WITHIN, Found, opened, own_loop, refusal, train
 from tests.engine.sizes import Elements
 from tests.engine.test_ranks import (
     MODES,
@@ -119,15 +119,9 @@ def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> Non
     assert_near(found, wanted, 2e-2)  # the step depends on a matrix product in bf16
 
 
-def refused(**settings: Any) -> str:
-    with open_comm(times=JOB) as comm, pytest.raises(ConfigError) as caught:
-        opened(comm, CASES["plain"], **settings)
-    return str(caught.value)
-
-
 def test_states_are_shared_out_where_a_replica_is_cut() -> None:
     """The error names an alternative with the same effect."""
-    for said in run(2, refused, replica_states="shared", replicas=2):
+    for said in run(2, refusal, replica_states="shared", replicas=2):
         assert "each of 2 replicas is a single rank" in said
         assert "--offload.replicas 1, --offload.zero_stage 2 and --offload.replica_states whole" in said
 
