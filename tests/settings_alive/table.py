@@ -165,6 +165,7 @@ ROWS: tuple[Row, ...] = (
     *_with("pairs", {},
         _row("train.method", "sft orpo reward", "outcome"),
         _row("train.beta", "0.5", "losses")),
+    *_with("pairs", {"data.tokenizer": "model"}, _row("prefs.reference", "model", "losses")),
     *_with("pairs", {"train.method": "reward"}, _row("train.center_rewards_coefficient", "0.5", "losses")),
     *_with("taught", {},
         _row("train.method", "sft", "outcome"),

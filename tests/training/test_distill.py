@@ -22,7 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload import SGD, Engine
+from offload import SGD, Engine, Placement
+from offload.app.config.sections import ModelSection
+from offload.app.hf.companion import beside
+from offload.app.hf.models import build_model, fill_all
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError
 from offload.extras.data.tokenizer import train_bpe
@@ -35,6 +38,8 @@ from tests.run_folder import SHAPE
 from tests.training.conftest import HOST
 from tests.training.test_resume import make_folder
 
+pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
+"""With this warning an engine changes to a safer way of running, in which a mistake would not show."""
 VOCABULARY = 128
 CHUNKS = {"head_chunk_bytes": 8 * VOCABULARY * 4}
 WAYS: dict[str, dict[str, Any]] = {
@@ -122,6 +127,12 @@ def test_a_share_of_the_labels_is_their_cross_entropy() -> None:
     assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * of_labels, rel=1e-6)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_folder("llama", tmp_path / "base")
+    return tmp_path / "base"
+
+
 class Bare(nn.Module):
     """A teacher without a base model, whose forward alone has logits."""
 
@@ -138,6 +149,44 @@ def test_a_teacher_without_a_base_model_has_logits_of_all_tokens() -> None:
     wanted, _ = trained(*both(), **CHUNKS)
     losses, _ = trained(*both(Bare()), **CHUNKS)
     assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_backward_below_the_head_begins_without_values_of_the_teacher() -> None:
+    """The backward computes the layers again. Break: keep the term until the end of the step."""
+    model, loss = both()
+    alive: list[bool] = []
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(_module: Any, _inputs: Any, hidden: torch.Tensor) -> None:
+        refs.append(weakref.ref(hidden))
+
+    def look(_module: Any, _inputs: Any, _output: Any) -> None:
+        alive.append(any(ref() is not None for ref in refs))
+
+    loss._teacher.model.norm.register_forward_hook(keep)
+    model.model.layers[0].mlp.register_forward_hook(look)
+    trained(model, loss, **CHUNKS, recompute="always")
+    assert alive[-2:] == [True, False]
+
+
+def test_slots_hold_both_heads() -> None:
+    """They alternate over chunks of tokens. Here a head is the largest unit. Break: leave the heads out of `_slots`."""
+    model, frozen = (LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=384)) for _ in range(2))
+    head_bytes = model.lm_head.weight.nbytes
+    add_companion(model, "teacher", frozen)
+    placement = Placement(parameters="cpu", optimizer="cpu")
+    with Engine(model, SGD(lr=0.5), precision="fp32", placement=placement, prefetch=0) as engine:
+        slots = [num_bytes for _, name, num_bytes in engine.allocations if name.startswith("unit slot")]
+    assert slots == [2 * head_bytes]
+
+
+def test_a_filled_model_has_the_weights_of_the_teacher(folder: Path) -> None:
+    """Break: fill the trained model alone."""
+    write_wide(folder / "wide")
+    built, other = (build_model(ModelSection(path=str(path)), seed=0) for path in (folder, folder / "wide"))
+    model = fill_all(beside(built, "teacher", other))
+    wanted = load_file(folder / "wide" / "model.safetensors")
+    assert all(model.get_parameter(f"teacher.{name}").equal(value) for name, value in wanted.items())
 
 
 def test_the_teacher_has_the_logits_of_one_chunk_at_a_time() -> None:
@@ -199,12 +248,6 @@ def test_a_name_in_use_is_refused() -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_folder("llama", tmp_path / "base")
-    return tmp_path / "base"
-
-
 def asked(folder: Path, **more: Any) -> dict[str, Any]:
     own = {"data__tokenizer": str(folder), "train__method": "distill", "distill__teacher": str(folder)}
     return own | {"train__steps": 4, "optimizer__lr": 3e-3, **HOST} | more
@@ -238,7 +281,7 @@ def test_a_run_learns_resumes_and_exports(run: Any, folder: Path, tmp_path: Path
 
 
 def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path) -> None:
-    """Both heads stay on the device over the chunks. Break: leave the heads out of `_slots`."""
+    """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step."""
     own = {"offload__device_memory": "1MiB", "train__head_chunk_bytes": 16 * 384 * 4, "train__recompute": "always"}
     _, lines, _ = run("run", **asked(folder, **own, train__steps=5))
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

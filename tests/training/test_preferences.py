@@ -17,6 +17,7 @@ from offload.app.stored_model import REFERENCE
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
+from offload.extras.data.tokenizer import train_bpe
 from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
@@ -188,6 +189,43 @@ def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) -> None:
+    """It has the values that it would have as the initial model, and a resumed run does without it. Break: measure the
+    initial model.
+    """
+    for number, name in enumerate(("one", "other")):
+        make_folder("llama", tmp_path / name)
+        torch.manual_seed(number)
+        LlamaForCausalLM(LlamaConfig(**SHAPES["llama"], vocab_size=384)).save_pretrained(tmp_path / name)
+    kept = {"checkpoint__every": 1, "checkpoint__keep": 4, "train__head_chunk_bytes": 16 * 384 * 4}
+
+    def values(name: str, path: str, **more: Any) -> tuple[list[float], bytes]:
+        _, lines, _ = run(name, **asked(pairs, model__path=str(tmp_path / path), **kept, **more, **HOST))
+        return [line["loss"] for line in lines], (tmp_path / name / "checkpoints/step-1" / REFERENCE).read_bytes()
+
+    _, wanted = values("alone", "other")
+    reference = tmp_path / "other"
+    losses, found = values("compared", "one", prefs__reference=str(reference))
+    assert found == wanted != values("initial", "one")[1]
+    reference.rename(tmp_path / "gone")
+    saved = str(tmp_path / "compared" / "checkpoints" / "step-1")
+    own = asked(pairs, model__path=str(tmp_path / "one"), checkpoint__resume=saved)
+    _, lines, _ = run("more", **own, prefs__reference=str(reference), **kept, **HOST)
+    assert [line["loss"] for line in lines] == losses[1:]
+
+
+def test_a_reference_with_other_tokens_is_refused(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: compare the sizes of the vocabularies alone."""
+    make_folder("llama", tmp_path / "base")
+    train_bpe([f"{number} sheep" for number in range(300)], 384).save_pretrained(tmp_path / "base")
+    make_folder("llama", tmp_path / "one")
+    own = asked(pairs, model__path=str(tmp_path / "one"), prefs__reference=str(tmp_path / "base"))
+    with pytest.raises(ConfigError, match=r"prefs\.reference is .*base, whose tokenizer has other numbers"):
+        run("run", **own)
+    with pytest.raises(ConfigError, match="train.method orpo has no reference"):
+        run("run", **own | {"train__method": "orpo"})
+
+
 def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, left = Engine.evaluate, [2]
 

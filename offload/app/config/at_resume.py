@@ -28,7 +28,7 @@ class AtResume(Enum):
 
 _KEYS = {
     AtResume.KEPT: "optimizer.decay_1d optimizer.groups optimizer.schedule",
-    AtResume.FIXED: "data distill lora model.path model.preset optimizer.freeze run.seed train.method train.beta "
+    AtResume.FIXED: "data distill lora prefs model.path model.preset optimizer.freeze run.seed train.method train.beta "
     "train.center_rewards_coefficient train.batch_size train.precision train.matmul",
     AtResume.ANEW: "data.num_workers optimizer.warmup_steps train.recompute train.sequence_parallel "
     "offload.parameters offload.optimizer offload.gradients offload.activations offload.graphs "
@@ -123,10 +123,10 @@ def _rule(key: str, given: Config, earlier: Config, *, was_decided: bool) -> AtR
 def _may_be_the_same(key: str, own: Any, previous: Any) -> bool:
     """Tell whether two names may mean the same files: in another spelling, or because the files are gone from there.
 
-    Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
+    Later checks decide: the data are compared by their tokens, and models by their files.
     """
-    paths_of_contents = "model.path", "distill.teacher", "data.tokenizer", "data.source", "data.sources"
-    is_path = key in (*paths_of_contents, "data.eval_source")
+    models = "model.path", "prefs.reference", "distill.teacher", "data.tokenizer"
+    is_path = key in (*models, "data.source", "data.sources", "data.eval_source")
     if not is_path or not previous:
         return False
     paths = [str(Path(name).expanduser()) for name in names_in(previous)]

@@ -30,6 +30,7 @@ from offload.app.config.sections import (
     ModelSection,
     OffloadSection,
     OptimizerSection,
+    PrefsSection,
     RunSection,
     Section,
     TrainSection,
@@ -49,6 +50,7 @@ _FILE_KEYS = (
     "data.tokenizer",
     "lora.config",
     "lora.adapter",
+    "prefs.reference",
     "distill.teacher",
     "offload.nvme_dir",
     "checkpoint.resume",
@@ -69,6 +71,7 @@ class Config(BaseModel):
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
+    prefs: PrefsSection = PrefsSection()
     distill: DistillSection = DistillSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()

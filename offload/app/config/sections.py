@@ -693,6 +693,16 @@ class LoraSection(Section):
         return bool(self.rank or self.whole)
 
 
+class PrefsSection(Section):
+    """Preferences: the model that train.method dpo compares with."""
+
+    reference: str | None = None
+    """Folder (or hub name) of the reference of train.method dpo, a causal language model with the tokens of the trained
+    model. The log-probabilities are measured once, within the same budgets, before the trained model is in memory.
+    none: the initial model.
+    """
+
+
 class DistillSection(Section):
     """Distillation: the model learns the token probabilities of a frozen teacher (train.method distill)."""
 

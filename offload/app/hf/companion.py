@@ -1,4 +1,4 @@
-"""A frozen model beside the trained one: a submodule of it, so that one engine streams both."""
+"""A frozen model beside the trained one: the check, and a submodule, so that one engine streams both."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-from offload.app.hf.models import BuiltModel
+from offload.app.config.config import Config
+from offload.app.hf.models import BuiltModel, max_positions, model_kind, vocab_size
 from offload.engine.companions import add_companion
+from offload.errors import ConfigError
 from offload.files.sources import Source
+
+
+def check_companion(config: Config, key: str, architecture: PreTrainedConfig, num_tokens: int) -> None:
+    """Raise ConfigError if the model named by the setting `key` has no probabilities for the tokens of the run."""
+    length, most = int(config.data.sequence_length or 0), max_positions(architecture)
+    reason = ""
+    if (kind := model_kind(architecture).name) != "causal":
+        reason = f"a {kind} model: only causal language models have probabilities of the next token"
+    elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
+        reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"
+    elif most is not None and length > most:
+        reason = f"which has positions for {most:,} tokens, but data.sequence_length is {length:,}"
+    if reason:
+        raise ConfigError(f"{key} is {config.get(key)}, {reason}. Set --{key} to another model.")
 
 
 def beside(built: BuiltModel, name: str, companion: BuiltModel) -> BuiltModel:

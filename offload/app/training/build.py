@@ -191,6 +191,8 @@ def make_run(
     # The plan before the engine, and the engine before the states of a checkpoint: these go into the engine's memory.
     model = build.make_model(config, data)
     planned = decide_placement(config, setup.architecture, data, comm, say, note)
+    if not resumes:  # a checkpoint has the values
+        model.objective.measure_others(planned.config, partial(build.open_frozen, planned.config), data, comm, say)
     opened = build.open_engine(planned, model.built)
     meta = load_start(start, opened.engine, say)
     # Only the model with its weights can tell.
@@ -278,13 +280,27 @@ class _Build:
         )
 
     def _build_other(self, config: Config, section: ModelSection) -> BuiltModel:
-        """Return another model, unfilled: a frozen one beside the trained model."""
-        return build_model(
+        """Return another model, unfilled, which does not train."""
+        built = build_model(
             section,
             seed=config.run.seed,
             sequence_length=int(config.data.sequence_length or 0),
             dtype=DTYPES[str(config.train.precision)],
         )
+        if built.notes:  # such as a head with random weights
+            raise ConfigError(f"{section.label}: {built.notes[0]} Give a folder with all weights of the model.")
+        return built
+
+    def open_frozen(self, config: Config, section: ModelSection) -> Engine:
+        """Return an engine over another model, for evaluations alone. Collective."""
+        with share_failure(self.comm, "making of another model"):
+            built = self._build_other(config, section)
+            built.model.requires_grad_(False)
+            # An engine needs a parameter that trains, and the smallest one costs least.
+            min(built.model.parameters(), key=torch.Tensor.numel).requires_grad_(True)
+        engine = build_engine(config.with_resolved(optimizer__groups=()), built, self.comm)
+        built.close()
+        return engine
 
     def make_model(self, config: Config, data: Task) -> _Model:
         setup, whole = self.setup, self.whole

@@ -23,6 +23,8 @@ Batch = dict[str, torch.Tensor]
 Say = Callable[[str], None]
 BuildModel = Callable[[ModelSection], BuiltModel]
 """Builds another model, unfilled, for the rows and in the precision of the run. Raises ConfigError."""
+OpenFrozen = Callable[[ModelSection], Engine]
+"""Opens an engine over another model, for evaluations alone. Collective. Raises ConfigError and DoesNotFitError."""
 
 
 class Objective:
@@ -57,6 +59,11 @@ class Objective:
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Objective:
         """Return the objective for a configuration and a model kind. Raises ConfigError."""
         return choose_objective(model_kind, tokenizer=tokenizer, vocab_size=vocab_size, seed=config.run.seed)
+
+    def measure_others(self, _config: Config, _open: OpenFrozen, _data: Any, _comm: Comm, _say: Say, /) -> None:
+        """Measure values of other models for the loss of a new run, before the engine of the run holds memory.
+        Collective. Raises ConfigError and DiskError.
+        """
 
     def prepare(
         self, _config: Config, _engine: Engine, data: Any, _comm: Comm, _folders: Sequence[Path], _say: Say, /

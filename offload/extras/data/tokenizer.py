@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.app.config.sections import ModelSection
 from offload.app.environment import version_of
+from offload.app.hf.models import locate
 from offload.app.user_cache import class_hash, code_hash
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.extras.data.sources import hash_text
@@ -118,6 +120,29 @@ def load_tokenizer(path: str) -> Any:
             f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "
             "holds its tokenizer.json."
         ) from error
+
+
+def check_same_tokens(key: str, path: str, tokenizer: Any) -> None:
+    """Raise ConfigError if the tokenizer of the model at `path`, named by the setting `key`, gives tokens other numbers
+    than `tokenizer`. None: rows of token ids have no tokenizer.
+    """
+    folder = locate(ModelSection(path=path))
+    if tokenizer is None or folder is None:
+        return
+    try:
+        others = load_tokenizer(str(folder)).get_vocab()
+    except ConfigError:  # a folder of weights alone
+        return
+    own = tokenizer.get_vocab()
+    different = [token for token, number in own.items() if others.get(token) != number]
+    if different:
+        token = min(different, key=own.__getitem__)
+        there = others.get(token, "none")
+        raise ConfigError(
+            f"{key} is {path}, whose tokenizer has other numbers for {counted(len(different), 'token')} of "
+            f"{len(own):,}, such as {token!r} ({own[token]} here, {there} there): its probabilities would count for "
+            f"other tokens. Set --{key} to a model with the same tokenizer, or --data.tokenizer to its tokenizer."
+        )
 
 
 def end_token_ids(tokenizer: Any, model_ids: int | list[int] | None) -> list[int]:

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
-from offload.app.hf.models import BuiltModel, load_model_config, locate, max_positions, model_kind, vocab_size
+from offload.app.hf.companion import check_companion
+from offload.app.hf.models import BuiltModel, load_model_config
 from offload.app.stored_model import TEACHER_MARK
 from offload.app.training.objectives import BuildModel, Objective, Say
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import Batch
-from offload.errors import ConfigError, counted
+from offload.errors import ConfigError
 from offload.extras.adapters.over_base import mark_base
-from offload.extras.data.tokenizer import load_tokenizer
+from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.distill.losses import Distillation
 
 TEACHER = "teacher"
@@ -39,7 +39,7 @@ class FromTeacher(Objective):
                 f"train.method is distill, but the model is a {model_kind} one: only causal language models learn the "
                 "token probabilities of a teacher. Give a causal model, or set --train.method sft."
             )
-        _check_tokens(str(config.distill.teacher), tokenizer)
+        check_same_tokens("distill.teacher", str(config.distill.teacher), tokenizer)
         return cls()
 
     @classmethod
@@ -48,14 +48,9 @@ class FromTeacher(Objective):
 
     @classmethod
     def loss_over(cls, config: Config, companions: Mapping[str, BuiltModel], num_tokens: int) -> Distillation:
-        section, built = config.distill, companions[TEACHER]
-        _check_model(config, built.model, num_tokens)
-        if built.notes:  # such as a head with random weights
-            raise ConfigError(
-                f"distill.teacher is {section.teacher}, but {built.notes[0]} Set --distill.teacher to a folder with "
-                "all weights of a causal language model."
-            )
-        return Distillation(built.model, section.beta, section.temperature, section.labels)
+        section, teacher = config.distill, companions[TEACHER].model
+        check_companion(config, "distill.teacher", teacher.config, num_tokens)
+        return Distillation(teacher, section.beta, section.temperature, section.labels)
 
     def prepare(
         self, config: Config, engine: Engine, data: Any, comm: Comm, folders: Sequence[Path], say: Say
@@ -95,40 +90,3 @@ def _mark(config: Config, folders: Sequence[Path]) -> bytes:
                 "Set --distill.teacher to the teacher of that run, or begin a new run in another run.dir."
             )
     return mark
-
-
-def _check_model(config: Config, teacher: nn.Module, num_tokens: int) -> None:
-    """Raise ConfigError if the teacher has no probabilities for the tokens and rows of the run."""
-    path, architecture = config.distill.teacher, teacher.config
-    length, most = int(config.data.sequence_length or 0), max_positions(architecture)
-    reason = ""
-    if (kind := model_kind(architecture).name) != "causal":
-        reason = f"a {kind} model: only causal language models have probabilities of the next token"
-    elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
-        reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"
-    elif most is not None and length > most:
-        reason = f"which has positions for {most:,} tokens, but data.sequence_length is {length:,}"
-    if reason:
-        raise ConfigError(f"distill.teacher is {path}, {reason}. Set --distill.teacher to another model.")
-
-
-def _check_tokens(path: str, tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer in the folder of the teacher gives tokens other numbers."""
-    folder = locate(ModelSection(path=path))
-    if tokenizer is None or folder is None:
-        return
-    try:
-        of_teacher = load_tokenizer(str(folder)).get_vocab()
-    except ConfigError:  # a folder of weights alone
-        return
-    own = tokenizer.get_vocab()
-    different = [token for token, number in own.items() if of_teacher.get(token) != number]
-    if different:
-        token = min(different, key=own.__getitem__)
-        there = of_teacher.get(token, "none")
-        raise ConfigError(
-            f"distill.teacher is {path}, whose tokenizer has other numbers for {counted(len(different), 'token')} of "
-            f"{len(own):,}, such as {token!r} ({own[token]} here, {there} there): its "
-            "probabilities would count for other tokens. Set --distill.teacher to a model with the same tokenizer, or "
-            "--data.tokenizer to that of the teacher."
-        )

@@ -15,6 +15,8 @@ CONFLICTS = (
             f"leave it out, or set --train.method {' or '.join(methods)}")
         for key, methods in (("beta", ("dpo", "orpo")), ("center_rewards_coefficient", ("reward",)))
     ),
+    Conflict("prefs.reference", is_set, "train.method", other_than("dpo"),
+        "train.method {train.method} has no reference", "leave it out, or set --train.method dpo"),
     Conflict("train.method", SINGLE, "data.formats", lambda formats, _: "preference" in formats,
         "data.format preference has pairs of a chosen and a rejected answer, and {train.method} learns from single "
         "texts",

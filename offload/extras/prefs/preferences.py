@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from offload.app.config.config import Config
-from offload.app.training.objectives import Batch, Objective
+from offload.app.config.sections import ModelSection
+from offload.app.hf.companion import check_companion
+from offload.app.hf.models import load_model_config
+from offload.app.training.objectives import Batch, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss, has_target
 from offload.extras.data.dataset import Dataset
+from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.prefs.losses import DPO, ORPO, Reward
-from offload.extras.prefs.reference import Say, add_reference
+from offload.extras.prefs.reference import measure, read_stored, with_reference
 
 
 class Preferences(Objective):
@@ -23,11 +29,14 @@ class Preferences(Objective):
     count_unit = "pairs"
     loss: GroupLoss
 
-    def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool) -> None:
+    def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool, num_tokens: int = 0) -> None:
         self.name = f"the chosen answer rather than the rejected one ({method})"
         self.loss = loss
         self._group = loss.group
         self._labels_prompt = labels_prompt
+        self._num_tokens = num_tokens
+        self._measured: np.ndarray | None = None
+        """Log-probabilities of a reference that is another model."""
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Preferences:  # noqa: ARG003
@@ -38,7 +47,18 @@ class Preferences(Objective):
             "orpo": ORPO(train.beta),
             "reward": Reward(train.center_rewards_coefficient),
         }
-        return cls(train.method, losses[train.method], config.data.train_on_prompt and train.method == "orpo")
+        if config.prefs.reference is not None:
+            check_same_tokens("prefs.reference", config.prefs.reference, tokenizer)
+        labels_prompt = config.data.train_on_prompt and train.method == "orpo"
+        return cls(train.method, losses[train.method], labels_prompt, vocab_size)
+
+    def measure_others(self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, say: Say) -> None:
+        if config.prefs.reference is None:
+            return
+        section = ModelSection(path=config.prefs.reference)
+        check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
+        with open_frozen(section) as engine:
+            self._measured = measure(config, engine, data, comm, say)
 
     def prepare(
         self, config: Config, engine: Engine, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
@@ -46,7 +66,13 @@ class Preferences(Objective):
         """Return the data with `reference` in the batches and the file with the values, if the loss has a reference."""
         if "reference" not in self.loss.own:
             return data, {}
-        return add_reference(config, engine, data, comm, folders, say)
+        values = self._measured
+        if folders:
+            values = read_stored(folders, data, comm)
+        elif values is None:
+            # Before the first step: the engine has the weights of the reference.
+            values = measure(config, engine, data, comm, say)
+        return with_reference(data, values)
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         if not self._labels_prompt:

@@ -1,6 +1,6 @@
 """Reference log-probabilities for DPO, measured once before training, so no second model is in memory.
 
-For an adapter, the reference is the base model.
+The reference is the initial model, or another one (prefs.reference). For an adapter, it is the base model.
 
 Measured values are cached under a hash over every input to the computation. All settings except `LEFT_OUT` are
 included, so a new setting counts until someone excludes it with a reason. The rest comes from the objects themselves:
@@ -50,7 +50,7 @@ LEFT_OUT: Mapping[str, str] = {
         "It names where a run is written.",
     ),
     **dict.fromkeys(
-        ("model.path", "model.preset", "model.init", "lora.config", "lora.adapter"),
+        ("model.path", "model.preset", "model.init", "lora.config", "lora.adapter", "prefs.reference"),
         "It names where a model is from: the weights, buffers, attributes and code of the model are in the key.",
     ),
     **dict.fromkeys(
@@ -105,44 +105,37 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def add_reference(
-    config: Config, engine: Engine, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
-) -> tuple[Dataset, Mapping[str, bytes]]:
-    """Return a data set with `reference` in its batches, and the checkpoint file with the values.
-
-    A resumed run reads the reference from its checkpoints, `folders`; a new run measures with the initial weights.
-    Collective. Raises ConfigError and DiskError.
-    """
-    sizes = {name: rows.num_distinct for name, rows in data.row_sets.items()}
-    if folders:
-        with share_failure(comm, "reading of the reference"):
-            values = _read_stored(folders, sum(sizes.values()))
-    else:
-        # Before the first step: the engine has the weights of the reference.
-        values = _measure(config, engine, data, comm, say)
+def with_reference(data: Dataset, values: np.ndarray) -> tuple[Dataset, Mapping[str, bytes]]:
+    """Return a data set with `reference` in its batches, and the checkpoint file with the values."""
+    sizes = _sizes(data)
     ends = np.cumsum(list(sizes.values()))[:-1]  # of all sets but the last
     by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
     return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes()}
 
 
-def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
+def _sizes(data: Dataset) -> dict[str, int]:
+    return {name: rows.num_distinct for name, rows in data.row_sets.items()}
+
+
+def read_stored(folders: Sequence[Path], data: Dataset, comm: Comm) -> np.ndarray:
     """Return the log-probability per row, in `Dataset.row_sets` order, from the first checkpoint with a reference file.
 
     Raises ConfigError if the row count differs.
     """
-    file = next((folder / REFERENCE for folder in folders if (folder / REFERENCE).is_file()), None)
-    values = np.zeros(0, np.float32)
-    if file is not None:
-        values = np.fromfile(file, "<f4")
-    if len(values) != num_rows:
-        raise ConfigError(
-            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
-            f"{num_rows:,} answers: restore the checkpoint or the data, or begin a new run in another run.dir."
-        )
+    num_rows, values = sum(_sizes(data).values()), np.zeros(0, np.float32)
+    with share_failure(comm, "reading of the reference"):
+        file = next((folder / REFERENCE for folder in folders if (folder / REFERENCE).is_file()), None)
+        if file is not None:
+            values = np.fromfile(file, "<f4")
+        if len(values) != num_rows:
+            raise ConfigError(
+                f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
+                f"{num_rows:,} answers: restore the checkpoint or the data, or begin a new run in another run.dir."
+            )
     return values
 
 
-def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
+def measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
     """Return the log-probabilities for all rows with the engine's current weights.
 
     Values measured by an interrupted run, or by a run with the same `reference_key`, are reused, if the first batch
@@ -158,7 +151,7 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
                 batches = _read(cache, [end - begin for _, begin, end in spans])
         loss = LogProbs()
 
-        def measure(name: str, begin: int, end: int) -> np.ndarray:
+        def measured(name: str, begin: int, end: int) -> np.ndarray:
             engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), loss)
             own = loss.metrics.get("log_probs")
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
@@ -168,7 +161,7 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
         num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
         # A key can miss an influence nobody thought of. One batch costs little beside all of them.
         if num_cached:
-            first = measure(*spans[0])
+            first = measured(*spans[0])
             is_same = not batches or np.allclose(first, batches[0], _SAME_SHARE, equal_nan=True)
             if not comm.from_rank(0, is_same, "whether the reference is known"):
                 say("reference: the stored log-probabilities are not those of this model, and are computed again.")
@@ -177,10 +170,10 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
                     cache.truncate(0)
         if num_cached < len(spans):
             known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
-            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")
+            say(f"reference: log-probabilities of {num_rows:,} answers{known} ...")
         printed_at = time.monotonic()
         for span in spans[num_cached:]:
-            batches.append(measure(*span))
+            batches.append(measured(*span))
             with share_failure(comm, "keeping of the reference"):
                 if cache is not None:
                     _write(cache, batches[-1])
