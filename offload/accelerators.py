@@ -217,6 +217,10 @@ class Accelerator:
         self.module.reset_peak_memory_stats(self.device)
         return peak
 
+    def empty_cache(self) -> None:
+        """Give the memory that torch caches, or keeps for libraries, back to the driver."""
+        self.module.empty_cache()
+
     def bound(self, num_bytes: int) -> Callable[[], None]:
         """Limit the torch allocator in this process to current allocations plus `num_bytes`, cached memory included.
 
@@ -306,6 +310,11 @@ class CudaAccelerator(Accelerator):
         if (properties.major, properties.minor) < _FP8_CAPABILITY:
             return f"has compute capability {properties.major}.{properties.minor}, and FP8 products need 8.9 or above"
         return ""
+
+    def empty_cache(self) -> None:
+        with suppress(AttributeError):  # torch has no public call for the workspaces of cuBLAS
+            torch._C._cuda_clearCublasWorkspaces()
+        super().empty_cache()
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
         # torch `_compile_kernel` does the same but needs the headers from an installed CUDA toolkit.

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from offload.tiers.blocks import CACHES
+
 OTHER_ORDER, OTHER_KERNELS = "sums in another order", "other kernels"
 
 
@@ -87,6 +89,9 @@ _PERIODS_PER_LAUNCH = 32
 def _signs(device: torch.device) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(1)  # equal signs on every device
     return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(device)
+
+
+CACHES.append(_signs.cache_clear)
 
 
 def signed_sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
 from offload.engine.parameter_reads import ParameterReads
+from offload.engine.parking import Parking
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
 from offload.engine.units.attention import ATTENTIONS
@@ -115,6 +116,7 @@ class Engine(StateAccess):
         self._recovery = self._flow.recovery
         self._steps = Steps(self._flow, settings)
         self._own_loop = OwnLoop(self._flow, self._steps, settings)
+        self._parking = Parking(self._state, self._steps)
         self._parameter_reads = ParameterReads(self._flow, self._own_loop, self._steps.foreign_writes)
         discard = self._steps.trial_runs.discard_incomplete
         self._recovery.callbacks += [discard, self._flow.spare_memory.give_up, self._own_loop.forget]
@@ -198,6 +200,7 @@ class Engine(StateAccess):
         Raises ConfigError for another rule, other settings, or a missing step. A skipped step needs a record too: the
         metrics.jsonl line, or (step, 0, ()) without slopes.
         """
+        self._recovery.check_usable()
         self._settle("replay")
         self._own_loop.refuse_during_step("engine.replay")
         with self.counters.preserve():
@@ -266,6 +269,38 @@ class Engine(StateAccess):
             self._weights.updates.flush()
             self._memory.lanes.finish()
         self._recovery.check_sound()
+
+    def park(self) -> None:
+        """Give all memory of the device back, between two steps, for example to a sampler. Collective.
+
+        States on the device wait in host memory until `resume`. Meanwhile reads, edits, exports and checkpoints of the
+        states work, and nothing can be computed. A parked engine stays as it is.
+
+        Raises DoesNotFitError, before any change, if host memory has no room, and ConfigError in a step of an own loop.
+        """
+        self._settle("park")
+        self._own_loop.refuse_during_step("engine.park")
+        if self._own_loop.is_open:
+            self._own_loop.forget()  # a forward that had no backward
+        self._parking.park()
+
+    def resume(self) -> None:
+        """Take the memory of the device again, after `park`. Later steps have the bits of a run without. Collective.
+
+        Without effect on an engine that is not parked. Raises DoesNotFitError if others have taken the memory: the
+        engine stays parked, and a later call can succeed.
+        """
+        self._recovery.check_open()
+        self._parking.resume()
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Context between `park` and `resume`."""
+        self.park()
+        try:
+            yield
+        finally:
+            self.resume()
 
     @property
     def lr(self) -> float:

@@ -68,7 +68,7 @@ class Flow:
         self.model = model
         self.execution_mode = ExecutionMode()
         self.caches = Caches(model)
-        _move_buffers(model, self.device.torch_device)
+        self.move_buffers(self.device.torch_device)
         self.moved_buffers = MovedBuffers(model, self.device.to_host)
         self.compiles = settings.compile == "always"
         self.tell: Tell = tell_nobody
@@ -134,17 +134,26 @@ class Flow:
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:
         """Context with the stand-ins in all modules, also for resident units. Reads no weights."""
-        stand_ins = dict(enumerate(self.ownership.placeholders))
-        for unit in self.units:
-            unit.install(stand_ins)
+        self.show_placeholders()
         try:
             yield
         finally:
-            for unit in self.units:
-                if unit.resident:
-                    unit.install(unit.live())
-                else:
-                    unit.install(unit.placeholders)
+            if not self.recovery.is_parked:
+                self.show_weights()
+
+    def show_placeholders(self) -> None:
+        """Put the stand-ins into all modules, also of resident units, until `show_weights`."""
+        stand_ins = dict(enumerate(self.ownership.placeholders))
+        for unit in self.units:
+            unit.install(stand_ins)
+
+    def show_weights(self) -> None:
+        """Put the weights on the device into the modules of resident units, and what they tie into the others."""
+        for unit in self.units:
+            if unit.resident:
+                unit.install(unit.live())
+            else:
+                unit.install(unit.placeholders)
 
     def make_resident(self, names: set[str]) -> None:
         """Keep units with weights read from outside on the device, as far as memory allows."""
@@ -180,6 +189,13 @@ class Flow:
         for unit in self.units:
             unit.settle()
 
+    def move_buffers(self, device: torch.device) -> None:
+        """Move all buffers of the model."""
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
     def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""
         self.executor.reset(keep_orders=True)
@@ -209,17 +225,10 @@ class Flow:
         self.stages.undo()
         self.attention.undo()
         if restore:
+            self.move_buffers(self.device.torch_device)  # of a parked engine
             self.ownership.release()
         else:
             self.ownership.invalidate()
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to the compute device."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
 
 
 def _open_saved_inputs(memory: Memory, settings: Settings, mode: ExecutionMode) -> SavedInputs:

@@ -39,6 +39,10 @@ class ForeignWrites:
             self._flow.slots.compute_after_resident()
             self._noted = {index: self._look(weight) for index, weight in self._staying()}
 
+    def forget(self) -> None:
+        """Compare nothing until the next `note`."""
+        self._noted = {}
+
     def _look(self, weight: nn.Parameter) -> tuple[nn.Parameter, int, torch.Tensor | None]:
         sums: torch.Tensor | None = None
         if self._may_change_unseen(weight):

@@ -221,6 +221,7 @@ class OwnLoop:
                 self._before_forward(call)
             return
         recovery.recover()
+        recovery.check_running()
         flow.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
             flow.updates.flush()

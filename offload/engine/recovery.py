@@ -19,6 +19,7 @@ class Recovery:
     """Ends failed or interrupted work without side effects, or else blocks further steps.
 
     `torn`: reason if the states belong to no step; None: they are sound. `is_closed`: the states are freed.
+    `is_parked`: no memory of the device is held, so nothing can be computed.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Recovery:
         self.torn: str | None = None
         self._num_forced = interrupts.num_forced
         self.is_closed = False
+        self.is_parked = False
         self.callbacks: list[Callable[[], None]] = []
         """Called at the end of `give_up`, in this order."""
         self._depth = 0  # nesting of `working`
@@ -101,11 +103,22 @@ class Recovery:
         if self.is_closed:
             raise OffloadError("the engine is closed and its states are freed: create a new one.")
 
-    def check_usable(self) -> None:
+    def check_running(self) -> None:
+        """Raise OffloadError if the engine is parked."""
+        if self.is_parked:
+            raise OffloadError("the engine is parked, without memory on the device: call engine.resume().")
+
+    def check_readable(self) -> None:
         """Raise OffloadError if the engine is closed, TornError if the states belong to no step."""
         self.check_open()
         self.recover()
         self.check_sound()
+
+    def check_usable(self) -> None:
+        """Raise like `check_readable`, and OffloadError if the engine is parked."""
+        self.check_open()
+        self.check_running()
+        self.check_readable()
 
     def check_sound(self) -> None:
         """Raise TornError if an interrupted step left weights and optimizer states of different steps."""

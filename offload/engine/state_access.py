@@ -49,14 +49,14 @@ class StateAccess(Figures):
 
         Raises ConfigError if a script has written to weights on the device: the states would be without the change.
         """
-        self._recovery.check_usable()
+        self._recovery.check_readable()
         with self._recovery.working():
             self._steps.foreign_writes.check()
         self._wait_for_updates(operation)
 
     def _wait_for_updates(self, operation: str) -> None:
         """Wait for all pending updates before the host reads the states. Collective."""
-        self._recovery.check_usable()
+        self._recovery.check_readable()
         agree_on_pass(self.comm, RankBatch(operation))
         with self._recovery.working():
             self._weights.updates.flush()

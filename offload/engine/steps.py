@@ -246,7 +246,7 @@ class Steps:
             self._check_parts(inputs)
             if is_recorded or is_due:
                 self._flow.begin_stage("running the first pass")
-            self.trial_runs.is_complete = True
+            self.trial_runs.end()
         return inputs
 
     def _is_check_due(self, inputs: PassInputs, is_recorded: bool) -> bool:

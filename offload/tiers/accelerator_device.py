@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.accelerators import Accelerator
+from offload.tiers.blocks import Blocks
 from offload.tiers.counters import Ledger
 from offload.tiers.host import Pinning
 
@@ -66,6 +67,7 @@ class AcceleratorDevice:
     def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
         """`most_bytes`: limit for the torch allocator beside memory held by others, until `close` (None: no limit)."""
         self.ledger = ledger
+        self.blocks = Blocks(ledger, self._resize)
         self._accelerator = accelerator
         self.torch_device = accelerator.device
         self._module = accelerator.module  # torch's module for this kind of device
@@ -80,9 +82,17 @@ class AcceleratorDevice:
         self._peak_bytes = 0  # before the last reset of the allocator's peak
         self._side_stream: Any = None  # made on first use
         accelerator.take_peak()  # reset: earlier peaks belong to others
-        unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
-        self._unbound = weakref.finalize(self, unbound)  # runs without close() too
-        self._unbound.atexit = False  # the limit ends with the process in any case
+        self._most_bytes = most_bytes
+        self._unbound = self._bind()
+
+    def _bind(self) -> Callable[[], Any]:
+        """Limit the allocator; return the end of the limit, which comes without `close` too."""
+        unbound: Callable[[], None] = lambda: None  # noqa: E731
+        if self._most_bytes is not None:
+            unbound = self._accelerator.bound(self._most_bytes + ROUNDING_BYTES)
+        end = weakref.finalize(self, unbound)
+        end.atexit = False  # the limit ends with the process in any case
+        return end
 
     def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
         return memory.data_ptr()
@@ -92,7 +102,21 @@ class AcceleratorDevice:
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         self.ledger.reserve(name, num_bytes, fix)
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        return self.blocks.add(torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device))
+
+    def _resize(self, block: torch.UntypedStorage, num_bytes: int) -> None:
+        block.resize_(num_bytes)
+        torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(block).zero_()
+
+    def park(self) -> None:
+        self.blocks.take()
+        self._unbound()  # others may take all of the memory
+        self._accelerator.empty_cache()
+
+    def resume(self) -> None:
+        self._unbound = self._bind()
+        self.blocks.give_back()
+        self.wait()  # until cleared: the users run in other streams
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start an asynchronous copy between host and device.

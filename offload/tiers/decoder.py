@@ -29,16 +29,21 @@ class Decoder:
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
         self._device = device
+        self._lanes = lanes
         num_bytes = decoding_bytes(regions)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         if num_bytes:
             self._workspace = device.allocate(DECODING, num_bytes)
         # codecs without tables may share the workspace with another codec
-        tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
-        self._table_bytes = len(tables)
-        if len(tables):
-            device.copy(self._workspace[: len(tables)], tables)
-            lanes.wait(lanes.mark())  # another stream reads the tables
+        self._tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
+        self._table_bytes = len(self._tables)
+        self.load_tables()
+
+    def load_tables(self) -> None:
+        """Copy the decoding tables into new memory of the workspace."""
+        if self._table_bytes:
+            self._device.copy(self._workspace[: self._table_bytes], self._tables)
+            self._lanes.wait(self._lanes.mark())  # another stream reads the tables
 
     def decode(self, region: Region, weights: torch.Tensor) -> None:
         """Decode a region's flat weights."""

@@ -13,8 +13,9 @@ import torch
 
 from offload.accelerators import Accelerator
 from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.blocks import Blocks
 from offload.tiers.counters import Ledger
-from offload.tiers.host import Arena, Pinning, copy_in_one_thread, trim_heap
+from offload.tiers.host import Arena, Pinning, copy_in_one_thread, discard_pages, trim_heap
 
 SETTLING_BYTES = 64 << 20
 """Growth of the ledger between two returns of heap memory, because each walks the whole heap."""
@@ -36,13 +37,22 @@ class CpuDevice:
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
+        self.blocks = Blocks(ledger, _resize)
         self._settled_bytes = 0  # in the ledger when holes were returned last
         self._copies_aside = copies_aside
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         """Allocate `num_bytes` of device memory as flat uint8, recorded in the ledger under `name`."""
         self.ledger.reserve(name, num_bytes, fix)
-        return Arena(num_bytes).take(num_bytes, torch.uint8)
+        return self.blocks.add(Arena(num_bytes).take(num_bytes, torch.uint8))
+
+    def park(self) -> None:
+        """Give the memory of all allocations back, also after a `resume` that failed. No work may be pending."""
+        self.blocks.take()
+
+    def resume(self) -> None:
+        """Take memory for all allocations again, with zeros. Raises torch.OutOfMemoryError."""
+        self.blocks.give_back()
 
     def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
         """Return the address of the first byte. Memory is told apart by this number alone: a device without storage
@@ -130,6 +140,11 @@ class CpuDevice:
         """Restore driver and allocator settings."""
         if self.pinning is not None:
             self.pinning.close()
+
+
+def _resize(block: torch.UntypedStorage, num_bytes: int) -> None:
+    if not num_bytes:  # the next touch brings pages of zeros
+        discard_pages(block.data_ptr(), block.nbytes())
 
 
 Device = CpuDevice | AcceleratorDevice

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from weakref import ref
 
@@ -225,7 +226,18 @@ class Arena:
         self._map.unpin()
 
 
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def discard_pages(address: int, num_bytes: int) -> None:
+    """Return the pages of an arena to the system. The addresses stay valid, and hold zeros."""
+    with contextlib.suppress(OSError, AttributeError):
+        _c_library().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+
+
 def trim_heap() -> None:
     """Return freed heap pages to the system, so that converted weights are not resident twice."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+        _c_library().malloc_trim(0)

@@ -77,6 +77,7 @@ class Slots:
 
         # Resident regions.
         self._resident_fences: dict[Region, Fence] = {}
+        self._parked_fences: dict[Region, Fence] = {}
         self._flats: dict[Region, torch.Tensor] = {}
 
         # Copies.
@@ -98,16 +99,9 @@ class Slots:
         self._co_fetched = {region: self._residence.co_fetched(region) for region in regions}
         self._slot_sizes = {region: self._residence.slot_bytes(region) for region in regions}
 
-        self._storages: set[int] = set()
-        """Addresses of storages with weights outside the slots: resident, or used where they are stored."""
-        if not self._residence.copies_weights:
-            self._storages.update(
-                self._device.address(state.planes["weights"].untyped_storage()) for state in store.states.values()
-            )
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._addresses = range(0)  # of the memory
-        self._extra_addresses = range(0)
-        """Addresses of further device memory with copies of unit weights, see `extend`."""
+        self._memory = self._extra = torch.empty(0, dtype=torch.uint8)
+        """Memory of the slots, and further memory with copies of unit weights, see `extend`."""
+        self._locate()
         self.resize(slot_bytes)
 
     # -- cargoes ---------------------------------------------------------------------------------------------
@@ -317,7 +311,18 @@ class Slots:
 
     def extend(self, memory: torch.Tensor) -> None:
         """Register further device memory with copies of unit weights."""
-        self._extra_addresses = self._addresses_of(memory)
+        self._extra = memory
+        self._locate()
+
+    def _locate(self) -> None:
+        """Look up the addresses of all weight memory, after some has come or moved."""
+        self._addresses = self._addresses_of(self._memory)
+        self._extra_addresses = self._addresses_of(self._extra)
+        flats = [*self._flats.values()]
+        if not self._residence.copies_weights:
+            flats += [state.planes["weights"] for state in self._store.states.values()]
+        self._storages = {self._device.address(flat.untyped_storage()) for flat in flats}
+        """Addresses of storages with weights outside the slots: resident, or used where they are stored."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is in weight memory, streaming or resident."""
@@ -377,9 +382,9 @@ class Slots:
             self._device.ledger.release("resident weights", sum(flat.nbytes for _, flat in coming))
             raise
         for region, memory in coming:
-            flat = self._flats[region] = memory.view(region.dtype)
+            self._flats[region] = memory.view(region.dtype)
             self._resident_fences[region] = self._new_fence("resident weights")
-            self._storages.add(self._device.address(flat.untyped_storage()))
+        self._locate()
         self.refresh(regions, always=True)
         self.forget()
         self._forget_cargoes()
@@ -425,10 +430,23 @@ class Slots:
             self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))
         self._addresses = self._addresses_of(self._memory)
 
+    def park(self) -> None:
+        """Forget all weights on the device. The device takes the memory away until `resume`."""
+        self.forget()
+        self._parked_fences = self._resident_fences
+        self._resident_fences = {}  # no refresh copies to a region without memory
+
+    def resume(self) -> None:
+        """Copy the resident regions to the device again, after `park` and new memory."""
+        self._resident_fences = self._parked_fences
+        self._locate()
+        self.weight_decoder.load_tables()
+        self.refresh(always=True)
+
     def free(self) -> None:
         """Free all device memory."""
         self.resize(0)
-        self._extra_addresses = range(0)
+        self.extend(self._memory)
         self._resident_fences.clear()
         self._flats.clear()
         self.weight_decoder.close()

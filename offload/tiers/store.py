@@ -5,8 +5,9 @@ A plane is a flat tensor over a region (`offload.layout.planes`). Each rank hold
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -221,6 +222,14 @@ class Store:
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
             for region, plane, num_bytes in sized
         }
+
+    def places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield (dict, key) for every array in memory with states, whole or as part of a tile. No gradients."""
+        for state in self.states.values():
+            for arrays in (state.planes, state.factors, *(tile.planes for tile in state.held_tiles)):
+                yield from ((arrays, name) for name in arrays)
+            if state.error is not None:
+                yield vars(state), "error"
 
     @property
     def pinned_bytes(self) -> int:

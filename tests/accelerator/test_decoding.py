@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from offload.extras.quant.file_codecs import BitsandbytesNf4Codec
 from offload.layout import codecs
 from offload.layout.codecs import QuantizedCodec
 from offload.native import kernels
-from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
 from tests.engine.compare import same_bits
 
@@ -112,23 +109,3 @@ def test_launches_hardly_grow_with_the_weights(
     assert launches(sim, codec, 64 * MILLION, torch.bfloat16) <= most
     monkeypatch.setattr(device_kernels, "decode", lambda *given: False)
     assert launches(sim, codec, 64 * MILLION, torch.bfloat16) >= 128
-
-
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [("#error refused", "refused"), ("#define __fmul_rn(a, b) ((a) * (b) * 1.0000001f)", "other weights")],
-)
-def test_a_kernel_that_is_refused_or_wrong_is_not_used(line: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def edited(*given: Any, program: Any = device_kernels.program) -> Program:
-        found: Program = program(*given)
-        return found._replace(source=f"{line}\n{found.source}")
-
-    monkeypatch.setattr(device_kernels, "program", edited)
-    records = records_of(NF4, 3)
-    wanted = on_host(NF4, records, torch.bfloat16)
-    with pytest.warns(UserWarning, match=f"decoded by torch operations(.|\n)*{why}") as caught:
-        found = [decoded_in_slot(NF4, records), decoded_in_slot(NF4, records)]
-    assert len(caught) == 1
-    assert all(same_bits(each, wanted) for each in found)

@@ -131,29 +131,3 @@ def test_a_step_has_the_bits_of_updates_on_the_host(
     _, _, apart = trained("device")
     print("launches of two steps' updates", fused - host, apart - host)
     assert (fused - host) * 4 < apart - host
-
-
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(
-    ("edit", "why"),
-    [
-        (lambda program: (program[0] + "\n#error refused\n", *program[1:]), "refused"),
-        (
-            lambda program: ("#define __fmul_rn(a, b) ((a) * (b) * 1.0000001f)\n" + program[0], *program[1:]),
-            "other bits",
-        ),
-    ],
-)
-def test_a_kernel_that_is_refused_or_wrong_is_not_used(edit: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        device_update.KernelVariant,
-        "program",
-        property(lambda kind, old=device_update.KernelVariant.program: edit(old.fget(kind))),
-    )
-    s = ordinary(500)
-    given = "adamw", "fp32", s, False, s.g, 1.0
-    with pytest.warns(UserWarning, match=f"run as torch operations(.|\n)*{why}") as caught:
-        found = run(*given, "sim"), run(*given, "sim")
-    assert len(caught) == 1
-    for each in found:
-        assert all(same_bits(a, b) for a, b in zip(each, run(*given, "cpu"), strict=True))

@@ -116,6 +116,7 @@ CASES: Mapping[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {  # job, sett
 NUM_SEEDS = 20
 QUICK_SEED = {name: number % NUM_SEEDS for number, name in enumerate(CASES)}
 """One seed per case; the cases together cover all seeds."""
+SIDES: tuple[Any, ...] = ("compute", "copies")
 LATE_US = 500
 """Maximum delay in microseconds, longer than most operations here."""
 
@@ -192,7 +193,7 @@ def is_same(found: list[Any], wanted: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("slow", ["compute", "copies"])
+@pytest.mark.parametrize("slow", SIDES)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "every seed"])
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_the_same_whatever_is_late(
@@ -243,15 +244,14 @@ def some_stay(**settings: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("slow", ["compute", "copies"])
-def test_what_stays_is_updated_as_what_streams(sim: Control, tmp_path: Path, slow: Any) -> None:
+def test_what_stays_is_updated_as_what_streams(sim: Control, tmp_path: Path) -> None:
     with Engine(build(deep), device="sim", update="device", analysis=deep_analysis()) as engine:
         wanted = [*resumed(engine, tmp_path), *weights(engine).values()]
-    sim.set_jitter(LATE_US, 1, slow)
-    (tmp_path / "other").mkdir()
-    with some_stay() as engine:
-        found = [*resumed(engine, tmp_path / "other"), *weights(engine).values()]
-    assert is_same(found, wanted)
+    for slow in SIDES:
+        sim.set_jitter(LATE_US, 1, slow)
+        (tmp_path / slow).mkdir()
+        with some_stay() as engine:
+            assert is_same([*resumed(engine, tmp_path / slow), *weights(engine).values()], wanted), slow
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -298,17 +298,15 @@ def both_places(clip: str) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("slow", ["compute", "copies"])
 @pytest.mark.parametrize("clip", list(BOTH))
-def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: str, slow: Any) -> None:
+def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: str) -> None:
     """Host and device update at the same time in separate threads. The order does not matter."""
-    (tmp_path / "first").mkdir()
     with both_places(clip) as engine:
-        wanted = [*resumed(engine, tmp_path / "first"), *weights(engine).values()]
-    sim.set_jitter(LATE_US, 1, slow)
-    (tmp_path / "late").mkdir()
-    with both_places(clip) as engine:
-        assert is_same([*resumed(engine, tmp_path / "late"), *weights(engine).values()], wanted)
+        wanted = [*steps(engine, tmp_path), *weights(engine).values()]
+    for slow in SIDES:
+        sim.set_jitter(LATE_US, 1, slow)
+        with both_places(clip) as engine:
+            assert is_same([*steps(engine, tmp_path), *weights(engine).values()], wanted), slow
 
 
 @pytest.mark.parametrize("clip", list(BOTH))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from offload import Engine
 from offload.extras.quant import casts, products
 from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.native import kernels
-from offload.native.run_time_kernels import Program
 from tests.accelerator.control import Control
 from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, weights
@@ -118,31 +115,3 @@ def test_other_matrices_are_cast_by_operations(sim: Control) -> None:
         assert launches(sim, matrix.to("sim"), True) >= 5
         assert same_bits(to_fp8(matrix.to("sim"), by_row=True), to_fp8(matrix, by_row=True))
     assert launches(sim, torch.ones(257, device="sim")[1:].view(4, 64), True) >= 5
-
-
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.filterwarnings("default")
-@BY_ROW
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("#error refused", "refused"),
-        ("#define __fdiv_rn(a, b) ((a) * (1 / (b)))", "other numbers"),
-        ("#define __fadd_rn(a, b) ((a) + (b) * 1.0000001f)", "other numbers"),
-        ("#define __syncthreads()", "other"),
-    ],
-)
-def test_a_kernel_that_is_refused_or_wrong_is_not_used(
-    line: str, why: str, by_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def edited(*given: Any, program: Any = casts.program) -> Program:
-        found: Program = program(*given)
-        return found._replace(source=f"{line}\n{found.source}")
-
-    monkeypatch.setattr(casts, "program", edited)
-    matrix = every_number(torch.bfloat16)
-    wanted = to_fp8(matrix, by_row=by_row)
-    with pytest.warns(UserWarning, match=f"cast to FP8 by torch operations(.|\n)*{why}") as caught:
-        found = [to_fp8(matrix.to("sim"), by_row=by_row) for _ in range(2)]
-    assert len(caught) == 1
-    assert all(same_bits(each, wanted) for each in found)

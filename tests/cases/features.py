@@ -197,6 +197,12 @@ def _decoded(precision: str) -> Mapping[str, Any]:
     return {"plain": dequantised(build(adapted), "nf4", DTYPES[precision])}
 
 
+def _decoded_experts(precision: str) -> Mapping[str, Any]:
+    from tests.engine.test_adapted_experts import beside, dequantized
+
+    return beside(dequantized(build(_ADAPTED_EXPERTS), "nf4", DTYPES[precision]))
+
+
 def _in_fp8(precision: str) -> Mapping[str, Any]:
     from tests.engine.fp8 import multiply_in_fp8
 
@@ -243,6 +249,18 @@ def _from_teacher(model: nn.Module) -> Callable[[Any, Batch], Tensor]:
     from offload.extras.distill.losses import Distillation
 
     return Distillation(model.get_submodule("teacher"), beta=0.3, labels=0.2)
+
+
+def _odd_experts() -> nn.Module:
+    """Quantization blocks lie over the borders of experts."""
+    from tests.engine.test_streamed_experts import mixture
+
+    return mixture("gpt_oss", **dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 136))()
+
+
+_ADAPTED_EXPERTS = lora(
+    _odd_experts, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+)
 
 
 def _twice() -> type[Any]:
@@ -491,7 +509,7 @@ CASES: dict[str, Case] = {
             replace(_ALL_FORWARDS, master="bf16"), {"mezo-bf16-alone": at(CPU, micro_batch_size=2)}, max_grad_norm=1.0
         ),
     ),
-    "frozen parts": Case(_partly_frozen),
+    "frozen parts": Case(_partly_frozen, {"recompute": "never"}),
     "nf4 below what trains": Case(
         adapted,
         {"frozen_weights": "nf4"},
@@ -533,6 +551,14 @@ CASES: dict[str, Case] = {
             "distill-nvme-bf16": at(NVME, BF16, _ROWS),
             "resume-distill-whole": at(CPU, resumes=True, head_chunk_bytes=None),
         },
+    ),
+    "adapters of streamed experts": Case(
+        _ADAPTED_EXPERTS,
+        {"frozen_weights": "nf4"},
+        {"experts": "streamed"},
+        limits={"offload.extras.large.cut_experts.RECORD_BYTES offload.engine.units.cut_experts.RECORD_BYTES": 1},
+        reference=_decoded_experts,
+        saves={"trained_only": True},
     ),
 }
 FUZZED: dict[str, Case] = {name: case for name, case in CASES.items() if case.is_fuzzed}

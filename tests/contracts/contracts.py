@@ -21,9 +21,9 @@ from tests.cases.features import CASES, PLACES, Case, Cell
 from tests.cases.models import build
 from tests.cases.run import Step, Training, small
 from tests.disks import nameless
-from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
-from tests.engine.inside import lane_threads, leave_spare_memory, parts_of, planned_bytes, states
+from tests.engine.inside import assert_parked, lane_threads, leave_spare_memory, parts_of, planned_bytes, states
 from tests.engine.ranks import run
 from tests.engine.sizes import tier_bytes
 from tests.leaks import no_tensor_waits_for_collection
@@ -126,7 +126,7 @@ def assert_equal(found: Run, wanted: Run) -> None:
             strict=True,
         ):
             assert (mine is None) == (theirs is None), name
-            assert mine is None or torch.equal(mine, theirs), name
+            assert mine is None or same_bits(mine, theirs), name
 
 
 # -- the contracts ---------------------------------------------------------------------------------------------------
@@ -271,37 +271,32 @@ def reads_are_true(at: Setting) -> None:
         assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
+class Failure(Exception):
+    """An error in a forward, on purpose."""
+
+
 def leaves_nothing_after_failure(at: Setting) -> None:
-    """A failed step leaves the engine unchanged. After close no thread and no file remains."""
-
-    class Failure(Exception):
-        pass
-
-    _disturbed(at, Failure)
-
-
-def leaves_nothing_after_interrupt(at: Setting) -> None:
-    """Ctrl-C in a forward leaves the engine as before the step."""
-    _disturbed(at, KeyboardInterrupt)
-
-
-def _disturbed(at: Setting, kind: type[BaseException]) -> None:
+    """A step with an error or Ctrl-C in its forward leaves the engine unchanged. After close no thread and no file
+    remains.
+    """
     with at.engine() as engine:
         model = parts_of(engine).model
         own = model.forward
         steps = [at.step(engine, 0)]
 
-        @wraps(own)  # the signature names the input tensors of a batch
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            own(*args, **kwargs)
-            if kind is KeyboardInterrupt:
-                signal.raise_signal(signal.SIGINT)
-            raise kind("on purpose")
+        for kind in (Failure, KeyboardInterrupt):
 
-        model.forward = fail
-        with pytest.raises(kind):
-            at.step(engine, 1)
-        del model.forward
+            @wraps(own)  # the signature names the input tensors of a batch
+            def fail(*args: Any, kind: type[BaseException] = kind, **kwargs: Any) -> Any:
+                own(*args, **kwargs)
+                if kind is KeyboardInterrupt:
+                    signal.raise_signal(signal.SIGINT)
+                raise kind
+
+            model.forward = fail
+            with pytest.raises(kind):
+                at.step(engine, 1)
+            del model.forward
         steps += at.training().train(engine, range(1, NUM_STEPS))
         assert_equal(at.concluded(engine, steps), at.undisturbed)
         threads = lane_threads(engine)
@@ -329,6 +324,21 @@ def evaluation_leaves_no_trace(at: Setting) -> None:
         assert_equal(at.concluded(engine, steps), at.undisturbed)
 
 
+def parks_change_no_bit(at: Setting) -> None:
+    """Between two parks an engine holds no byte of the device, by its ledger and by torch's count. Reads see the states
+    meanwhile, and later steps have the same bits.
+    """
+    with at.engine() as engine:
+        steps: list[Step] = []
+        for seed in range(NUM_STEPS):
+            steps.append(at.step(engine, seed))
+            before = weights(engine)
+            with engine.parked():
+                assert_parked(engine)
+                assert_same(weights(engine), before)
+        assert_equal(at.concluded(engine, steps), at.undisturbed)
+
+
 CONTRACTS: dict[str, Callable[[Setting], None]] = {
     contract.__name__: contract
     for contract in (
@@ -340,7 +350,7 @@ CONTRACTS: dict[str, Callable[[Setting], None]] = {
         bytes_are_as_planned,
         reads_are_true,
         leaves_nothing_after_failure,
-        leaves_nothing_after_interrupt,
         evaluation_leaves_no_trace,
+        parks_change_no_bit,
     )
 }

@@ -41,16 +41,6 @@ def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
     return [tuple(row) for row in batch["input_ids"].tolist()]
 
 
-def test_a_batch_is_what_an_engine_takes(build: Build) -> None:
-    dataset = build()
-    batch = dataset.batch(0)
-    assert set(batch) == {"input_ids", "labels"}, "packed rows are full, so nothing is padded"
-    assert all(tensor.dtype == torch.int64 and tensor.shape == (6, 16) for tensor in batch.values())
-    assert torch.equal(batch["input_ids"], batch["labels"])
-    assert dataset.num_train_rows > 100
-    assert dataset.num_eval_rows > 10
-
-
 def test_an_epoch_is_every_row_once_and_the_next_follows_at_once(build: Build) -> None:
     dataset = build()
     num_rows = dataset.num_train_rows

@@ -58,14 +58,6 @@ def by_source(rows: list[str]) -> Counter[str]:
     return Counter(row.split()[0] for row in rows)
 
 
-def test_without_weights_each_row_comes_once_an_epoch(mix: Build) -> None:
-    dataset = mix()
-    first, second = epochs_of(dataset, 2)
-    assert sorted(first) == sorted(second) == sorted(f"{name} {i}" for name, size in SIZES.items() for i in range(size))
-    assert first != second
-    assert [each.name for each in dataset.sources] == list(SIZES)
-
-
 def test_by_weight_until_all_are_used_up(mix: Build) -> None:
     dataset = mix(0.5, 0.25, 0.25)
     for rows in epochs_of(dataset, 2):

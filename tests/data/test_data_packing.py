@@ -95,14 +95,6 @@ def test_unpacked_rows(documents: list[list[bool]], length: int, masked: bool, g
     assert rows.num_without_target == len(documents) - len(expected)
 
 
-def test_parts_are_the_rows_of_the_whole() -> None:
-    with stored([[True] * 50], masked=False) as store:
-        whole = Rows.over(store, 4, True, PAD)
-        part = whole.part(3, 9).part(1, 4)
-        assert part.num_rows == 3
-        assert part.read(np.arange(3))[0].tolist() == whole.read(np.arange(4, 7))[0].tolist()
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     writer = TokenWriter(tmp_path / "store", vocab_size, masked=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,62 +103,40 @@ def test_batches_are_the_processors_own(family: str, batch: str, folders: dict[s
     assert (found["labels"] != -100).sum() > 0
 
 
-def address(how: str, path: str | None, where: Path) -> str:
-    """Return a file:// or data: address of a picture; empty without a path."""
-    if path is None:
-        return ""
-    if how == "file:// URLs":
-        return (where / path).as_uri()
-    return f"data:image/png;base64,{base64.b64encode((where / path).read_bytes()).decode()}"
+def data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
+    "file:// URLs": lambda where, path: {"type": "image_url", "image_url": {"url": (where / path).as_uri()}},
+    "data: URIs": lambda where, path: {"type": "image_url", "image_url": {"url": data_uri(where / path)}},
+    "base64": lambda where, path: {"type": "image", "base64": data_uri(where / path).partition(",")[2]},
+    "OpenAI's parts": lambda where, path: {"type": "image_url", "image_url": {"url": path}},
+    "a column for parts without a path": lambda where, path: {"type": "image"},
+    "a column of bytes": lambda where, path: {"type": "image"},
+}
+SPELLINGS = [*PARTS, "sharegpt", "a column for places in texts"]
 
 
 def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
     """Return a conversation about squares in a common spelling."""
     messages, paths = about(colours), [f"squares/{colour}.png" for colour in colours]
     for message in messages:
-        parts = message["content"]
-        if how == "OpenAI's parts":
-            url = [{"type": "image_url", "image_url": {"url": part.get("path")}} for part in parts]
-            message["content"] = [u if part["type"] == "image" else part for u, part in zip(url, parts, strict=True)]
-        elif how in ("file:// URLs", "data: URIs"):
-            urls = [address(how, part.get("path"), where) for part in parts]
-            message["content"] = [
-                part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": url}}
-                for part, url in zip(parts, urls, strict=True)
-            ]
-        elif how == "base64":
-            codes = [address("data: URIs", part.get("path"), where).partition(",")[2] for part in parts]
-            message["content"] = [
-                part if part["type"] == "text" else {"type": "image", "base64": code}
-                for part, code in zip(parts, codes, strict=True)
-            ]
-        elif how in ("a column for places in texts", "sharegpt"):
-            message["content"] = "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+        is_image = [part["type"] == "image" for part in message["content"]]
+        parts = zip(message["content"], is_image, strict=True)
+        if how in PARTS:
+            message["content"] = [PARTS[how](where, part["path"]) if image else part for part, image in parts]
         else:
-            message["content"] = [{key: part[key] for key in part if key != "path"} for part in parts]
-    if how in ("OpenAI's parts", "file:// URLs", "data: URIs", "base64"):
-        return {"messages": messages}
-    if how == "a column of bytes":
-        return {
-            "messages": messages,
-            "images": [{"bytes": (where / path).read_bytes(), "path": path} for path in paths],
-        }
+            message["content"] = "".join("<image>" if image else part["text"] for part, image in parts)
     if how == "sharegpt":
         turns = [{"from": message["role"], "value": message["content"]} for message in messages]
         return {"conversations": turns, "images": paths}
-    return {"messages": messages, "images": paths if len(paths) > 1 else paths[0]}
-
-
-SPELLINGS = [
-    "file:// URLs",
-    "data: URIs",
-    "base64",
-    "OpenAI's parts",
-    "sharegpt",
-    "a column for places in texts",
-    "a column for parts without a path",
-    "a column of bytes",
-]
+    columns = {}
+    if how == "a column of bytes":
+        columns = {"images": [{"bytes": (where / path).read_bytes(), "path": path} for path in paths]}
+    elif how.startswith("a column"):
+        columns = {"images": paths if len(paths) > 1 else paths[0]}
+    return {"messages": messages, **columns}
 
 
 @pytest.mark.parametrize("how", SPELLINGS)

@@ -223,6 +223,35 @@ def distance(outputs: Any, batch: Any) -> Tensor:
     return functional.mse_loss(getattr(outputs, "sample", outputs), batch["labels"])
 
 
+def flux() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+
+
+def flux_batch(seed: int, rows: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(seed, rows, 16, 4),
+        "encoder_hidden_states": noise(seed, rows, 8, 32),
+        "pooled_projections": noise(seed, rows, 32),
+        "img_ids": noise(seed, 16, 3).abs(),
+        "txt_ids": torch.zeros(8, 3),
+        "timestep": torch.linspace(0.2, 0.8, rows),
+        "guidance": None,
+        "labels": noise(seed + 1, rows, 16, 4),
+    }
+
+
 class Masked(Block):
     """Mixes tokens with a mask [tokens, tokens] shared by all rows."""
 
@@ -262,6 +291,7 @@ KINDS = {
     "BERT's answers": Case(bert_qa, batch=questions),
     "denoiser": Case(Denoiser, batch=latents, loss_fn=distance),
     "square mask": Case(SquareMask, batch=square),
+    "Flux": Case(flux, batch=flux_batch, loss_fn=distance, reference=sums_by_layer),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import textwrap
@@ -109,6 +110,17 @@ def unit_names(engine: Engine) -> list[str]:
 
 def resident_names(engine: Engine) -> list[str]:
     return [unit.name for unit in parts_of(engine).units if unit.resident]
+
+
+def assert_parked(engine: Engine) -> None:
+    """Check that an engine holds no memory of the device, and that torch's allocator has none in use.
+
+    Other engines of the process must hold none.
+    """
+    assert not [name for tier, name, _ in engine.allocations if tier == "device"]
+    if own_device().type != "cpu":
+        gc.collect()
+        assert torch.accelerator.memory_allocated() == torch.accelerator.memory_reserved() == 0
 
 
 def planned_bytes(engine: Engine) -> dict[tuple[str, str], int]:

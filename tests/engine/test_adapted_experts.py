@@ -11,21 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from offload import Engine, Placement
+from offload import Engine
 from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.hf.models import BuiltModel, build_model, fill_all
-from offload.distributed.joining import open_comm
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
-from tests.cases.models import batches, build, share, tokens
-from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
+from tests.cases.models import batches, build, lora, tokens
+from tests.engine.compare import assert_same, placed, train_both, weights
 from tests.engine.inside import parts_of, planned_bytes
-from tests.engine.ranks import run
-from tests.engine.reference import Reference
 from tests.engine.sizes import tier_bytes, up
 from tests.engine.test_streamed_experts import RULE, mixture, streamed
 from tests.hf.quantized import deepseek, gpt_oss, quantized
@@ -47,12 +44,10 @@ def one_expert_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def adapted(family: str, targets: list[str] = STACKS, dimensions: Mapping[str, int] = SIZES, **more: Any) -> nn.Module:
     """Return a mixture with a LoRA on attention and experts."""
-    import peft
-
     attention = "kv_b_proj" if family == "deepseek_v3" else "q_proj"
-    lora = {"r": 4, "init_lora_weights": False, "target_modules": [attention], "target_parameters": targets, **more}
     sizes = {"head_dim": 32} if family == "olmoe" else {}
-    return build(lambda: peft.get_peft_model(mixture(family, **dimensions, **sizes)(), peft.LoraConfig(**lora)))
+    base = mixture(family, **dimensions, **sizes)
+    return build(lora(base, target_modules=[attention], target_parameters=targets, **more))
 
 
 def dequantized(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -64,81 +59,60 @@ def dequantized(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32
     return plain
 
 
-def train(model: nn.Module, plain: nn.Module, **settings: Any) -> Engine:
-    """Train next to the reference over `plain`, with equal bits of all weights after every step."""
-    told = ("optimizer", "precision", "micro_batch_size")
+def beside(plain: nn.Module) -> dict[str, Any]:
+    """Return keywords of `train_both` for a reference over `plain`."""
     in_fp32 = tuple(getattr(plain, "_keep_in_fp32_modules", None) or ())  # parts of names
-
-    def kept(name: str) -> bool:
-        return any(part in name for part in in_fp32)
-
-    reference = Reference(plain, kept=kept, **{key: settings[key] for key in told if key in settings})
-    engine = Engine(model, **settings)
-    for batch in batches(2):
-        (loss, norm), wanted = step_of(engine, batch), step_of(reference, batch)
-        assert_weights(engine, reference)
-        # The losses of micro-batches are added in another order.
-        assert loss == pytest.approx(wanted[0], rel=1e-6 if "micro_batch_size" in settings else 0, abs=0)
-        assert norm == wanted[1]
-    return engine
+    return {"plain": plain, "kept": lambda name: any(part in name for part in in_fp32)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "codec", "place", "settings"),
+    ("family", "codec", "place", "dimensions", "experts", "settings"),
     [
-        ("qwen3_moe", "nf4", "cpu", {}),
-        ("qwen3_moe", "nf4", "nvme", {"precision": "bf16"}),
-        ("qwen3_moe", "exact", "device", {"recompute": "never"}),
-        ("mixtral", "int8", "nvme", {"micro_batch_size": 2}),
-        ("mixtral", "nf4", "cpu", {"precision": "bf16", "micro_batch_size": 1, "recompute": "always"}),
-        ("olmoe", "nf4", "device", {"micro_batch_size": 1}),
-        ("olmoe", "int8", "cpu", {}),
-        ("deepseek_v3", "nf4", "cpu", {"recompute": "never"}),
-        ("deepseek_v3", "int8", "nvme", {}),
-        ("gpt_oss", "nf4", "nvme", {"micro_batch_size": 2}),
-        ("gpt_oss", "int8", "cpu", {"recompute": "always"}),
-        ("glm4_moe", "nf4", "cpu", {}),
+        ("qwen3_moe", "nf4", "cpu", SIZES, "streamed", {}),
+        ("qwen3_moe", "nf4", "nvme", SIZES, "streamed", {"precision": "bf16"}),
+        ("qwen3_moe", "exact", "device", SIZES, "streamed", {"recompute": "never"}),
+        ("qwen3_moe", "int8", "cpu", ODD, "streamed", {"precision": "bf16"}),
+        ("qwen3_moe", "int8", "cpu", ODD, "whole", {"precision": "bf16"}),
+        ("mixtral", "int8", "nvme", SIZES, "streamed", {}),
+        ("mixtral", "nf4", "cpu", SIZES, "streamed", {"precision": "bf16", "recompute": "always"}),
+        ("mixtral", "nf4", "nvme", ODD, "streamed", {}),
+        ("olmoe", "nf4", "device", SIZES, "streamed", {}),
+        ("olmoe", "int8", "cpu", SIZES, "streamed", {}),
+        ("deepseek_v3", "nf4", "cpu", SIZES, "streamed", {"recompute": "never"}),
+        ("deepseek_v3", "int8", "nvme", SIZES, "streamed", {}),
+        ("gpt_oss", "nf4", "nvme", SIZES, "streamed", {}),
+        ("gpt_oss", "nf4", "cpu", ODD, "whole", {"precision": "bf16"}),
+        ("gpt_oss", "int8", "cpu", SIZES, "streamed", {"recompute": "always"}),
+        ("gpt_oss", "int8", "nvme", ODD, "streamed", {}),
+        ("glm4_moe", "nf4", "cpu", SIZES, "streamed", {}),
     ],
 )
 def test_families_have_the_bits_of_peft_over_the_dequantized_weights(
-    family: str, codec: str, place: str, settings: dict[str, Any], tmp_path: Path
+    family: str,
+    codec: str,
+    place: str,
+    dimensions: dict[str, int],
+    experts: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """Break: add the product of another expert; leave out the gradient of one factor; encode experts one by one."""
-    model, told = adapted(family), settings | {"optimizer": RULE}
+    """Break: add the product of another expert; leave out the gradient of one factor; encode experts one by one;
+    quantize biases of whole experts.
+    """
+    model, told = adapted(family, dimensions=dimensions), settings | {"optimizer": RULE}
     dtype = torch.bfloat16 if told.get("precision") == "bf16" else torch.float32
-    plain = dequantized(model, codec, dtype) if codec != "exact" else None
-    engine = train(
-        model, plain or model, placement=placed(place, tmp_path, experts="streamed"), frozen_weights=codec, **told
-    )
-    experts = [unit for unit in parts_of(engine).units if unit.in_records]
-    assert len(experts) == 2
-    assert {region.codec.name for unit in experts for region in unit.regions} >= {codec}
-    assert engine.counters.experts_fetched > 0 or place == "device"
+    plain = dequantized(model, codec, dtype) if codec != "exact" else copy.deepcopy(model)
+    where = placed(place, tmp_path, experts=experts)
+    engine, _ = train_both(model, batches(2), placement=where, frozen_weights=codec, **beside(plain), **told)
+    cut = [unit for unit in parts_of(engine).units if unit.in_records]
+    assert len(cut) == (2 if experts == "streamed" else 0)
+    assert not cut or {region.codec.name for unit in cut for region in unit.regions} >= {codec}
+    assert engine.counters.experts_fetched > 0 or place == "device" or not cut
     before = set(dict(engine.named_parameters()))
     engine.close(restore=True)
     assert set(dict(model.named_parameters())) == before
     assert not any("_activate_lora" in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["streamed", "whole"])
-@pytest.mark.parametrize(
-    ("family", "codec", "place", "settings"),
-    [
-        ("gpt_oss", "nf4", "cpu", {"precision": "bf16"}),
-        ("gpt_oss", "int8", "nvme", {}),
-        ("mixtral", "nf4", "nvme", {}),
-        ("qwen3_moe", "int8", "cpu", {"precision": "bf16", "micro_batch_size": 1}),
-    ],
-)
-def test_experts_of_any_size_have_the_bits_of_peft(
-    family: str, codec: str, place: str, settings: dict[str, Any], experts: str, tmp_path: Path
-) -> None:
-    """Break: see the next test; quantize biases of whole experts."""
-    model, told = adapted(family, dimensions=ODD), settings | {"optimizer": RULE}
-    plain = dequantized(model, codec, torch.bfloat16 if "precision" in told else torch.float32)
-    train(model, plain, placement=placed(place, tmp_path, experts=experts), frozen_weights=codec, **told).close()
 
 
 @pytest.mark.parametrize(("codec", "block", "record"), [("nf4", 16384, 8456), ("int8", 128, 132)])
@@ -180,19 +154,6 @@ def test_only_codes_of_chosen_experts_come_up_and_only_gradients_of_factors_go_d
 
 
 @pytest.mark.slow
-def test_a_resumed_run_on_another_tier_has_the_bits_of_one_run(tmp_path: Path) -> None:
-    places = [placed(name, tmp_path, experts="streamed") for name in ("cpu", "nvme")]
-    whole, resumed = (Engine(adapted("mixtral"), RULE, place, frozen_weights="nf4") for place in places)
-    whole.step(tokens(0))
-    whole.save_checkpoint(tmp_path / "states", trained_only=True)
-    resumed.load_checkpoint(tmp_path / "states")
-    assert step_of(whole, tokens(1)) == step_of(resumed, tokens(1))
-    assert_same(weights(resumed), weights(whole))
-    whole.close()
-    resumed.close()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "make", "place"), [("mxfp4", gpt_oss, "cpu"), ("mxfp4", gpt_oss, "files"), ("fp8", deepseek, "cpu")]
 )
@@ -210,7 +171,8 @@ def test_codes_of_a_folder_are_those_that_stream(
     plain: Any = fill_all(built_from(folder.with_name("base-plain")))
     plain.set_experts_implementation("eager")
     settings: dict[str, Any] = {"fill": built.fill, "quantized": built.quantized}
-    engine = train(built.model, plain, placement=streamed(parameters=place), **settings)
+    where = streamed(parameters=place)
+    engine, _ = train_both(built.model, batches(2), placement=where, **beside(plain), **settings)
     coded = [
         r.codec.name for unit in parts_of(engine).units if unit.in_records for r in unit.regions if r.codec.decodes
     ]
@@ -235,17 +197,6 @@ def test_without_the_adapter_the_base_answers() -> None:
             assert not torch.equal(adapted_loss, wanted)
 
 
-def of_ranks(experts: str, rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Train on this rank's rows of two batches, in micro-batches of one row. Return the weights."""
-    cut_experts.RECORD_BYTES = 1
-    place = Placement(experts=experts)
-    settings: dict[str, Any] = {"zero_stage": 3, "frozen_weights": "nf4", "micro_batch_size": 1}
-    with open_comm() as comm, Engine(adapted("gpt_oss", dimensions=ODD), RULE, place, comm=comm, **settings) as engine:
-        for seed in range(2):
-            engine.step(share(tokens(seed, sum(rows)), rows, comm.rank))
-        return weights(engine)
-
-
 @pytest.mark.parametrize("trained", ["factors", "experts"])
 def test_sums_over_micro_batches_are_planned_where_experts_train(trained: str) -> None:
     """Break: sum the gradients of all factors on the host; leave the sums out of the plan."""
@@ -258,24 +209,10 @@ def test_sums_over_micro_batches_are_planned_where_experts_train(trained: str) -
         assert planned["gradients"] == elements * (2 if trained == "factors" else 4)
 
 
-def test_two_ranks_train_as_with_whole_experts() -> None:
-    """Quantization blocks lie over borders of experts, and experts over borders of ranks.
-
-    Break: gather the codes of an expert only where a rank has tokens for it.
-    """
-    (whole, _), (found, other) = (run(2, of_ranks, experts=each, rows=(3, 1)) for each in ("whole", "streamed"))
-    assert_same(found, other)
-    for name, value in whole.items():  # the summation order of micro-batches differs
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
-
-
 def adapted_twice() -> Any:
     """Return a mixture with two adapters on experts."""
-    import peft
-
-    lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=STACKS)
-    model = peft.get_peft_model(mixture("mixtral")(), lora)  # type: ignore[arg-type]
-    model.add_adapter("second", copy.deepcopy(lora))
+    model: Any = adapted("mixtral")
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
     return model
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import itertools
 import json
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from offload import Engine, Placement
+from offload import Engine
 from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.hf.models import BuiltModel, build_model, fill_all
 from offload.app.hf.sources import TensorSource
-from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
 from offload.extras.adapters.adapters import Adaptation, describe_adapter
 from offload.extras.quant import products
 from tests.cases import models
-from tests.engine import fp8
-from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, own_step_of, placed, same_bits, train_both
+from tests.engine.compare import PLACES, own_step_of, placed, same_bits, train_both
+from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import leave_spare_memory, parts_of, resident_names
-from tests.engine.ranks import run
-from tests.engine.reference import Reference
 from tests.integrations.plain import needs
 from tests.matrix import quick
 
@@ -48,6 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "pissa": {"rank": 4, "init": "pissa_niter_4", "target_modules": ["q_proj", "down_proj"]},
     "olora": {"rank": 4, "init": "olora", "use_dora": True, "target_modules": "all-linear"},
     "parameters": {"rank": 4, "target_parameters": ["v_proj.weight", "down_proj.weight"]},
+    "repeated": {
+        "config": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 2]]}
+    },
 }
 
 
@@ -77,46 +77,36 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
         return get_peft_model(model, copy.deepcopy(adapter.config))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "place"), list(zip(CASES, list(PLACES) * 3, strict=True)))
-def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, tmp_path: Path) -> None:
-    """The `lora` case also cuts the head into chunks: an adapter does not make the logits smaller."""
+FP8: dict[str, Any] = {"matmul": "fp8_rowwise", "precision": "bf16", "group": partial(multiply_in_fp8, "fp8_rowwise")}
+CHUNKS: dict[str, Any] = {"head_chunk_bytes": 12 * models.VOCABULARY * 4, "within": 2e-6}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "settings"),
+    quick(
+        [
+            *zip(CASES, list(PLACES) * 4, itertools.repeat({}), strict=False),
+            ("lora", "cpu", FP8),
+            ("lora", "device", CHUNKS),
+        ],
+        [("repeated", "device", {}), ("lora", "cpu", FP8)],
+    ),
+)
+def test_it_trains_as_over_a_base_in_memory(
+    base: Path, name: str, place: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP8 only the frozen layers multiply. A head in chunks: an adapter does not make the logits smaller."""
+    monkeypatch.setattr(products, "LEAST_SIZE", LEAST_SIZE)
     adapter = adaptation(tmp_path, CASES[name])
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
-    settings: dict[str, Any] = {"placement": placed(place, tmp_path)}
-    if name == "lora":
-        settings |= {"head_chunk_bytes": 12 * models.VOCABULARY * 4, "within": 2e-6}
-    engine, _ = train_both(built.model, models.batches(3), plain=plain, fill=built.fill, **settings)
+    where = placed(place, tmp_path)
+    engine, _ = train_both(built.model, models.batches(3), plain=plain, fill=built.fill, placement=where, **settings)
     built.close()
-    assert (engine.head_chunks == 3) == (name == "lora")
-    trained = {name for name, value in plain.named_parameters() if value.requires_grad}
-    assert dict(engine.named_parameters(trained_only=True)).keys() == trained
-    engine.close()
-
-
-def test_repeated_layers_share_the_weights_of_the_base(base: Path, tmp_path: Path) -> None:
-    repeated = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 2]]}
-    adapter = adaptation(tmp_path, {"config": repeated})
-    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
-    settings: dict[str, Any] = {"placement": placed("cpu", tmp_path)}
-    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, **settings)
-    assert sum(name.endswith("q_proj.lora_A.default.weight") for name, _ in engine.named_parameters()) == 3
-    built.close()
-    engine.close()
-
-
-def test_an_adapter_trains_over_a_base_multiplied_in_fp8(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The frozen layers multiply in FP8, also for the gradients of inputs. The small products of the adapter do not."""
-    monkeypatch.setattr(products, "LEAST_SIZE", fp8.LEAST_SIZE)
-    adapter = adaptation(tmp_path, CASES["lora"])
-    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
-    settings: dict[str, Any] = {"placement": placed("cpu", tmp_path), "matmul": "fp8_rowwise", "precision": "bf16"}
-    group = partial(fp8.multiply_in_fp8, "fp8_rowwise")
-    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, group=group, **settings)
-    built.close()
-    assert "10 linear layers of blocks multiply in FP8" in engine.told_tiles
+    assert (engine.head_chunks == 3) == (settings is CHUNKS)
+    assert ("10 linear layers of blocks multiply in FP8" in engine.told_tiles) == (settings is FP8)
+    found = dict(engine.named_parameters(trained_only=True))
+    assert found.keys() == {name for name, value in plain.named_parameters() if value.requires_grad}
+    assert name != "repeated" or sum(key.endswith("q_proj.lora_A.default.weight") for key in found) == 3
     engine.close()
 
 
@@ -203,73 +193,10 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
         adaptation(tmp_path, case).apply_to(load(base), seed=7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "how"),
-    [
-        (models.gpt_oss, {"case": {"target_modules": "all-linear"}, "place": "cpu"}),
-        (models.mixtral, {"place": "nvme", "recompute": "always"}),
-        (models.qwen3_moe, {"place": "device", "recompute": "never"}),
-        (models.mixtral, {"place": "cpu", "micro_batch_size": 2, "within": 2e-6}),
-    ],
-)
-def test_experts_that_are_one_parameter_are_adapted(
-    make: Callable[[], nn.Module], how: dict[str, Any], tmp_path: Path
-) -> None:
-    """PEFT renames a fused expert parameter during use, through a parametrization."""
-    models.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
-    adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
-    place = {"placement": placed(settings.pop("place"), tmp_path)}
-    built, plain = adapter.apply_to(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
-    spares_experts = make is models.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
-    assert spares_experts != any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
-    before = set(dict(built.model.named_parameters()))
-    engine, _ = train_both(built.model, models.batches(2), plain=plain, fill=built.fill, **place, **settings)
-    assert dict(engine.named_parameters()).keys() == before
-    engine.close(restore=True)
-    assert dict(built.model.named_parameters()).keys() == before
-    assert not any(hasattr(module, "parametrizations") for module in built.model.modules())
-
-
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingLibraryError, match=r"pip install .offload\[peft\]"):
         Adaptation.of(LoraSection(rank=4), "causal")
-
-
-def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
-    """Train an adapter on this rank's rows of two batches; return its weights."""
-    with open_comm() as comm:
-        built = adaptation(folder / str(comm.rank), case).apply_to(load(base), seed=7)
-        place = Placement("cpu", "cpu", "cpu")
-        engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
-        for seed in range(2):
-            rows = models.tokens(seed)
-            engine.step({key: value[2 * comm.rank : 2 * comm.rank + 2] for key, value in rows.items()})
-        engine.save_checkpoint(folder / "states", trained_only=True)
-        return dict(engine.named_parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora", "dora", "tokens", "head", "pissa", "parameters"])
-def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name: str) -> None:
-    case = {**CASES[name], "dropout": 0.0}
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    one, other = run(2, over_ranks, base=base, case=case, folder=tmp_path)
-    adapter = adaptation(tmp_path, case)
-    built = adapter.apply_to(load(base), seed=7)
-    plain = Reference(resident(base, adapter), PROPORTIONAL)
-    for seed in range(2):
-        plain.step(models.tokens(seed))
-    assert_same(other, one)
-    assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
-    frozen = [name for name, p in built.model.named_parameters() if not p.requires_grad]
-    assert_same({name: one[name] for name in frozen}, {name: plain.masters[name] for name in frozen})
-    engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
-    engine.load_checkpoint(tmp_path / "states")
-    assert_same(dict(engine.named_parameters()), one)
 
 
 @pytest.mark.slow

@@ -110,12 +110,3 @@ def test_groups_and_decay_1d() -> None:
             f"{name}: decay, then a step of at most lr"
         )
         assert (after[name] - decay * value).abs().max() > 0.9e-2, name
-
-
-def test_the_learning_rate_may_change_between_steps() -> None:
-    one, other = Engine(build(llama), AdamW(lr=1e-3)), Engine(build(llama), AdamW(lr=5e-1))
-    other.lr = 1e-3
-    one.step(tokens())
-    other.step(tokens())
-    for name, value in weights(one).items():
-        assert torch.equal(value, weights(other)[name]), name

@@ -35,14 +35,13 @@ from tests.engine.compare import (
     PROPORTIONAL,
     assert_same,
     assert_weights,
-    own_step_of,
     step_of,
     train_both,
     weights,
 )
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.reference import Reference, sum_by_layer
+from tests.engine.reference import Reference
 from tests.leaks import no_graph_is_left
 from tests.matrix import matrix
 
@@ -269,98 +268,6 @@ def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
     with says_that_it_stays_whole():
         beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain).close()
     beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain, rows={"shifts": 1}).close()
-
-
-# -- diffusers ---------------------------------------------------------------------------------------------------------
-
-
-NO_DIFFUSERS = "diffusers is not installed"
-
-
-def flux() -> nn.Module:
-    library = pytest.importorskip("diffusers", reason=NO_DIFFUSERS)
-    return library.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=[4, 4, 8],
-    )
-
-
-def flux_batch(seed: int, rows: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(seed, rows, 16, 4),
-        "encoder_hidden_states": noise(seed, rows, 8, 32),
-        "pooled_projections": noise(seed, rows, 32),
-        "img_ids": noise(seed, 16, 3).abs(),
-        "txt_ids": torch.zeros(8, 3),
-        "timestep": torch.linspace(0.2, 0.8, rows),
-        "guidance": None,
-        "labels": noise(seed + 1, rows, 16, 4),
-    }
-
-
-def qwen_image() -> nn.Module:
-    library = pytest.importorskip("diffusers", reason=NO_DIFFUSERS)
-    return library.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
-
-
-def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(seed, rows, 16, 16),
-        "encoder_hidden_states": noise(seed, rows, 7, 16),
-        "encoder_hidden_states_mask": torch.ones(rows, 7, dtype=torch.long),
-        "img_shapes": [[(1, 4, 4)]] * rows,
-        "timestep": torch.linspace(0.2, 0.8, rows),
-        "labels": noise(seed + 1, rows, 16, 16),
-    }
-
-
-@pytest.fixture
-def no_tables_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable a cache in Qwen-Image: tables of angles hold the model until the process ends."""
-    module = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage", reason=NO_DIFFUSERS)
-    rope = module.QwenEmbedRope
-    for name in ("_get_device_freqs", "_compute_video_freqs"):
-        monkeypatch.setattr(rope, name, getattr(rope, name).__wrapped__)
-
-
-DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_batch)}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_tables_left")
-@pytest.mark.parametrize(("name", "num_rows"), [("Flux", (16, 3)), ("Qwen-Image", (8, 3))])
-def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
-    """Covers steps, micro-batches and a user's own training loop, also with as many rows as image or text tokens."""
-    make, batch_of = DIFFUSERS[name]
-    batches = [on_device(batch_of(seed, rows)) for seed, rows in enumerate(num_rows)]
-    train_both(build(make), batches, loss_fn=distance, group=sum_by_layer)
-    parts, loop = Engine(build(make), PROPORTIONAL, micro_batch_size=2), Engine(build(make), PROPORTIONAL)
-    reference = Reference(build(make), PROPORTIONAL, group=sum_by_layer)
-    for batch in batches:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        wanted = step_of(reference, batch, distance)
-        assert step_of(parts, batch, distance) == pytest.approx(wanted, rel=ROUNDING)
-        assert own_step_of(loop, lambda model, batch=batch, inputs=inputs: distance(model(**inputs), batch)) == wanted
-        assert_weights(loop, reference)
-        assert_weights(parts, reference, ROUNDING)
-    parts.close()
-    loop.close()
 
 
 # -- batches of several types in turn ----------------------------------------------------------------------------------

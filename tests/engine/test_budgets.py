@@ -121,28 +121,6 @@ def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on(
     assert_same(weights(engine), weights(undisturbed))
 
 
-@pytest.mark.slow
-@LEDGER
-def test_kept_graphs_give_way_to_the_budget() -> None:
-    """`auto` needs no more memory than full recomputation, even after steps with saved autograd graphs."""
-
-    def train(engine: Engine) -> list[float]:
-        norms = [engine.step(tokens(seed)).grad_norm for seed in range(3)]
-        both = engine.model(**tokens(4)).loss + engine.model(**tokens(5)).loss  # two forwards wait for one backward
-        engine.backward(both)
-        norms.append(engine.update().grad_norm)
-        return [*norms, engine.step(tokens(6, rows=8)).grad_norm]
-
-    recomputing = Engine(build(llama), recompute="always")
-    wanted = train(recomputing)
-    needed = recomputing.counters.peak_device_bytes
-    for budget in (needed, needed + (80 << 10)):
-        engine = Engine(build(llama), recompute="auto", placement=Placement(device_memory=budget))
-        assert train(engine) == wanted
-        assert engine.counters.peak_device_bytes <= budget
-        assert engine.counters.peak_device_bytes > needed or budget == needed, "no graph was kept"
-
-
 @pytest.mark.parametrize(
     ("settings", "words_"),
     [
@@ -155,9 +133,3 @@ def test_kept_graphs_give_way_to_the_budget() -> None:
 def test_a_placement_that_cannot_be_is_refused(settings: dict[str, Any], words_: str) -> None:
     with pytest.raises(ConfigError, match=words_):
         Placement(**settings)
-
-
-def test_sizes_are_numbers_or_text() -> None:
-    assert Placement(device_memory="1.5KiB").device_memory == 1536
-    assert Placement(device_memory=7).device_memory == 7
-    assert Placement(device_memory="none").device_memory is None

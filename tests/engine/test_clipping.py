@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offload import AdamW, Engine
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
-from offload.errors import NonFiniteError, TornError
 from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, own_step_of, step_of, weights
 from tests.engine.handmade import Stack, cross_entropy, words
@@ -93,30 +92,6 @@ def test_speculative_against_float64(factor: float, precision: str, num_steps_be
             ulp = torch.nextafter(found.abs(), torch.tensor(math.inf)) - found.abs()
             excess = (found.double() - wanted[name]).abs() - 2 * ulp
             assert excess.max().item() <= allowed * largest, (name, engine.clip, excess.max().item() / largest)
-
-
-@pytest.mark.parametrize(
-    ("clip", "on_nonfinite"), [("speculative", "stop"), ("deferred", "stop"), ("speculative", "skip")]
-)
-def test_nan_in_one_unit_stops_and_names_it(clip: str, on_nonfinite: str) -> None:
-    """`skip` implies deferred clipping, and changes nothing."""
-    engine = Engine(build(Spiking), clip=clip, max_grad_norm=1.0, on_nonfinite=on_nonfinite)
-    engine.step(words(), loss_fn=cross_entropy)
-    before = weights(engine)
-    engine.model.factor = math.nan
-    if on_nonfinite == "skip":
-        assert engine.clip == "deferred"
-        assert engine.step(words(1), loss_fn=cross_entropy).skipped
-    else:
-        with pytest.raises(NonFiniteError, match="embedding"):
-            engine.step(words(1), loss_fn=cross_entropy)
-    engine.model.factor = 1.0
-    if engine.clip == "deferred":
-        assert_same(weights(engine), before)
-        engine.step(words(2), loss_fn=cross_entropy)
-    else:  # the other units were updated by then
-        with pytest.raises(TornError):
-            engine.step(words(2), loss_fn=cross_entropy)
 
 
 def test_own_loops_are_deferred_in_every_mode() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
-from offload import Engine, MeZO, Placement
+from offload import Engine, Placement
 from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.compiled_forwards import compile_modules
@@ -24,8 +24,15 @@ from tests.cases.models import batches, build, gemma2, gpt2, llama, qwen3, token
 from tests.engine.compare import assert_same, assert_weights, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.documents import by_document, counted, packed
-from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
-from tests.engine.inside import parts_of
+from tests.engine.handmade import (
+    Block,
+    CheckpointsItself,
+    RunningStatistics,
+    ScalingBlocks,
+    Stack,
+    cross_entropy,
+    words,
+)
 from tests.engine.reference import Reference
 
 pytestmark = cpu_only("compiles for the CPU")
@@ -108,31 +115,6 @@ def test_equal_layers_share_one_graph_with_gradients_and_one_without() -> None:
     assert engine.compiled_graphs == 3
 
 
-def graph_bytes(**settings: Any) -> int:
-    """Return the bytes that a block of a Llama keeps for the backward, beside the inputs."""
-    engine = Engine(build(llama), placement=Placement("cpu", "cpu", device_memory="64MiB"), **settings)
-    engine.step(tokens(0))
-    policy = parts_of(engine).runner.saved.policy
-    return max(policy._sizes.values())
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_keeps_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break: a share of 1."""
-
-    def run_eagerly(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-        return make_boxed_func(graph.forward)
-
-    cut = aot_autograd(
-        fw_compiler=run_eagerly, bw_compiler=run_eagerly, partition_fn=min_cut_rematerialization_partition
-    )
-    monkeypatch.setattr(forwards, "BACKEND", cut)
-    products, compiled = graph_bytes(recompute="products"), graph_bytes(recompute="auto", compile="always")
-    num_tokens = tokens(0)["labels"].numel()
-    # The graph needs no output of the last product, but a root mean square for each norm.
-    assert compiled == products - num_tokens * 32 * 4 + 2 * num_tokens * 4
-
-
 class Drops(nn.Module):
     """Two products and a dropout: a backward with less memory would draw the dropout again."""
 
@@ -173,23 +155,6 @@ def test_a_graph_with_random_numbers_may_keep_all_of_them(
     block(torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(0)))
     assert found == [share]
     torch.set_rng_state(state)
-
-
-@pytest.mark.slow
-def test_a_dropout_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of a compiled block have the masks of its forward. Break: one share for all graphs."""
-    monkeypatch.setattr(forwards, "BACKEND", "aot_eager_decomp_partition")
-    x, found = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)), []
-    with torch._inductor.config.patch(fallback_random=True):
-        for compiles in (False, True):
-            torch.manual_seed(0)
-            block = Drops()
-            if compiles:
-                compile_modules([block])
-            torch.manual_seed(1)
-            block(x).square().sum().backward()
-            found.append([weight.grad for weight in block.parameters()])
-    torch.testing.assert_close(*found)
 
 
 def test_blocks_with_dropout_in_documents_run_uncompiled() -> None:
@@ -346,36 +311,12 @@ def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert engine.compiled_graphs == before
 
 
-@pytest.mark.slow
-def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
-    """A trial run inside a pass leaves the weights of this pass in place."""
-    losses = []
-    for compiles in ("never", "always"):
-        engine = Engine(build(llama), MeZO(lr=1e-3, eps=0.1), compile=compiles)
-        losses.append([engine.step(tokens(seed)).loss for seed in range(2)])
-        assert engine.compiled_graphs == (compiles == "always")
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=0.0)
-
-
-class Moves(Block):
-    """Update a running mean in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(h.mean(), alpha=0.1)
-        return super().forward(h) - self.mean
-
-
 @pytest.mark.filterwarnings("ignore:blocks are compiled, but")
-@pytest.mark.parametrize("block", [ScalesItsInput, Moves])
-def test_a_trial_leaves_inputs_and_buffers_alone_that_no_recording_has_seen_change(block: type[Block]) -> None:
+@pytest.mark.parametrize("make", [ScalingBlocks, RunningStatistics])
+def test_a_trial_leaves_inputs_and_buffers_alone_that_no_recording_has_seen_change(make: type[nn.Module]) -> None:
     found = []
     for compiles in ("never", "always"):
-        engine = Engine(build(partial(Stack, block)), compile=compiles)
+        engine = Engine(build(make), compile=compiles)
         with torch.no_grad():
             found.append([engine.model(x=words(0)["x"]), *engine.model.buffers()])
     assert all(map(torch.equal, *found))

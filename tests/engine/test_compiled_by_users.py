@@ -14,11 +14,10 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.errors import ConfigError
-from offload.extras.large import compiled_forwards as forwards
 from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, own_step_of, step_of, weights
 from tests.engine.device import own_device
-from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 from tests.engine.test_compiled import backend
 
@@ -48,17 +47,6 @@ def in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def layer(model: nn.Module) -> nn.Module:
-    layers = model.model.layers
-    layers[1] = whole(layers[1])
-    return model
-
-
-def layer_in_place(model: nn.Module) -> nn.Module:
-    model.model.layers[1].compile(backend=BACKEND)
-    return model
-
-
 def parts_of_layers(model: nn.Module) -> nn.Module:
     for each in model.model.layers:
         each.mlp, each.self_attn.q_proj = whole(each.mlp), whole(each.self_attn.q_proj)
@@ -82,8 +70,6 @@ def foreign_forward(model: nn.Module) -> nn.Module:
 TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
     whole: "the model",
     in_place: "the model",
-    layer: "model.layers.1",
-    layer_in_place: "model.layers.1",
     parts_of_layers: "the model, model.layers.0.mlp, model.layers.0.self_attn.q_proj and ",
     forward: "model.layers.1",
     foreign_forward: "model.layers.1",
@@ -105,16 +91,6 @@ def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[
     assert_same(weights(engine), wanted)
     engine.close(restore=True)
     assert_same(dict(engine.model.state_dict()), wanted)
-
-
-@pytest.mark.slow
-def test_blocks_that_came_compiled_are_compiled_by_the_engine_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "BACKEND", BACKEND)
-    plain = Engine(build(llama), compile="always")
-    with pytest.warns(UserWarning, match=r"removed from model\.layers\.1, .*: the engine compiles blocks"):
-        engine = Engine(forward(build(llama)), compile="always")
-    assert [engine.step(tokens(n)).loss for n in range(STEPS)] == [plain.step(tokens(n)).loss for n in range(STEPS)]
-    assert engine.compiled_graphs == plain.compiled_graphs > 0
 
 
 def test_a_forward_that_is_never_compiled_is_left_as_it_is() -> None:
@@ -139,25 +115,6 @@ class CallsAFunction(Block):
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.down(self.activation(self.up(self.norm(h))))
-
-
-class Hidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-
-    @torch.compile(backend=FAR)
-    def forward(self, h: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(h)))
-
-
-class CallsACompiledClass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.hidden = nn.LayerNorm(WIDTH), Hidden()
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.hidden(self.norm(h))
 
 
 class CompiledClass(Block):
@@ -186,11 +143,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-BLOCKS = [CallsAFunction, CallsACompiledClass, CompiledClass, GivesWeights]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("block", "way"), list(zip(BLOCKS, [*WAYS, WAYS[1]], strict=True)))
+@pytest.mark.parametrize(("block", "way"), list(zip((CallsAFunction, CompiledClass, GivesWeights), WAYS, strict=True)))
 def test_what_a_forward_calls_stays_compiled(block: type[nn.Module], way: dict[str, Any]) -> None:
     """Bits equal plain PyTorch, although the recording pass is the first to call the function. No warning is given.
     Break: record without the stance that runs compiled functions eagerly (`WatchingMode`).

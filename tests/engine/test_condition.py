@@ -14,6 +14,7 @@ from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_weights, own_step_of, same_bits, step_of
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
+from tests.matrix import quick
 
 
 class Assigning(Block):
@@ -55,8 +56,7 @@ def assert_like(engine: Engine, reference: Reference) -> None:
     assert [b.num_uses for b in engine.model.blocks] == [b.num_uses for b in reference.model.blocks]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "rows"), [("always", None), ("never", 2)])
+@pytest.mark.parametrize(("recompute", "rows"), quick([("always", None), ("never", 2)], [("always", None)]))
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
     """The recording pass and skipped steps leave this state unchanged. Evaluations move the state, as in plain
     PyTorch.

@@ -100,34 +100,23 @@ def test_what_was_shown_is_written_once_it_was_read(again):
 
 
 @pytest.mark.slow
-def test_it_catches_up_where_it_is_told_to():
-    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
-    in_time = Engine(build(llama), RULE, placement=Placement(**HOST))
+def test_it_catches_up_where_it_is_told_to_and_where_a_step_is_skipped():
+    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST), on_nonfinite="skip")
     reference = Late(build(llama), RULE)
     steps_are_equal(engine, reference, range(3))
     newest = weights(engine)
-    in_time.catch_up()  # does nothing
     engine.catch_up()
     assert_same(weights(engine), newest)
     resident = build(llama)
     resident.load_state_dict(newest)
-    assert engine.evaluate(tokens(7)) == Engine(resident, RULE, placement=Placement(**HOST)).evaluate(tokens(7))
+    in_time = Engine(resident, RULE, placement=Placement(**HOST))
+    in_time.catch_up()  # does nothing
+    assert engine.evaluate(tokens(7)) == in_time.evaluate(tokens(7))
     catch_up(reference)
     steps_are_equal(engine, reference, range(3, 6))
-
-
-@pytest.mark.slow
-def test_a_step_that_is_skipped_catches_up():
-    reference = Late(build(llama), RULE)
-    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST), on_nonfinite="skip")
-    steps_are_equal(engine, reference, range(3))
-
-    def infinite(outputs, _batch):
-        return outputs.loss * float("inf")
-
-    assert engine.step(tokens(3), infinite).skipped
+    assert engine.step(tokens(6), lambda outputs, _batch: outputs.loss * float("inf")).skipped
     catch_up(reference)
-    steps_are_equal(engine, reference, range(4, 7))
+    steps_are_equal(engine, reference, range(7, 10))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,25 +136,6 @@ def test_both_places_in_one_step_change_no_bit(
     assert marks == wanted_marks
 
 
-@pytest.mark.slow
-def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
-    """The device updates regions used first in the forward: their gradients come last. Only weights and gradients are
-    copied for these regions; their optimizer states stay.
-    """
-    moved = {}
-    for name, settings in {"cpu": {"update": "cpu"}, "both": shared("cpu", Path())}.items():
-        with Engine(build(deep), prefetch=0, **settings) as engine:
-            regions, store = parts_of(engine).regions, parts_of(engine).store
-            kept = sum(region.numel for region in regions if store.states[region].stays)
-            if name == "both":
-                assert all(store.states[region].stays for region in regions[:4])
-                assert not any(store.states[region].stays for region in regions[5:7])
-            train(engine, 3)
-            moved[name] = engine.counters.h2d_bytes, engine.counters.d2h_bytes
-    assert moved["both"][0] - moved["cpu"][0] == 8 * kept
-    assert moved["both"][1] - moved["cpu"][1] == 4 * kept
-
-
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
 def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]) -> None:
     """Speculative clipping uses the gradients that arrived earlier, in any order of requests."""
@@ -262,58 +242,6 @@ def steps_and_settles(engine: Engine, seed: int) -> None:
     engine.step(tokens(seed))
     engine.finish()
     weights(engine)
-
-
-@dataclass(frozen=True)
-class Breaking(AdamW):
-    """Raise `error` in the update of step `at`."""
-
-    error: type[Exception] = OSError
-    at: int = 2
-
-    def update(self, states, gradients, by):
-        if by.step == self.at:
-            raise self.error("told to")
-        return super().update(states, gradients, by)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("error", "debug"), [(OSError, False), (torch.OutOfMemoryError, 1)])
-def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: Any, tmp_path: Path) -> None:
-    engine = Engine(build(llama), update="device", optimizer=Breaking(error=error), debug=debug)
-    engine.step(tokens(0))
-    engine.save_checkpoint(tmp_path / "saved")
-    wanted = weights(engine)
-    with pytest.raises((error, TornError)):  # raised at once if one thread does all the work
-        steps_and_settles(engine, 1)
-    with pytest.raises(TornError, match="from different steps"):
-        engine.step(tokens(2))
-    engine.load_checkpoint(tmp_path / "saved")
-    assert_same(weights(engine), wanted)
-    engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", ["update_up", "update_on_device", "update_down"])
-def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(build(llama), update="device", debug=1)
-    engine.step(tokens(0))
-    engine.finish()
-    submit, left = getattr(parts_of(engine).lanes, lane).submit, [3]
-
-    def fail() -> None:
-        raise OSError("told to")
-
-    def broken(work: Callable[[], object], **how: Any) -> Any:
-        left[0] -= 1
-        return submit(fail if left[0] == 0 else work, **how)
-
-    monkeypatch.setattr(getattr(parts_of(engine).lanes, lane), "submit", broken)
-    with pytest.raises((OSError, TornError), match="told to"):
-        steps_and_settles(engine, 1)
-    with pytest.raises(TornError, match="told to"):
-        weights(engine)
-    engine.close()
 
 
 @pytest.mark.slow

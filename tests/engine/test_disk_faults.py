@@ -7,60 +7,34 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import hashlib
 import json
 import os
-import platform
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from offload import Engine, Placement
-from offload.engine.gradients.flow import GradientFlow
-from offload.errors import DiskError, TornError
-from offload.files.directories import file_system
-from offload.native import kernels
+from offload.errors import ConfigError, DiskError, OffloadError, TornError
+from offload.planning import disk
 from offload.planning.settings import parse_throttle
+from tests import forks
 from tests.cases.models import build, tokens
-from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import mounted, nameless
 from tests.engine.device import cpu_only
-from tests.engine.disk_children import (
-    ALL,
-    CALLS,
-    DEFERRED,
-    KINDS,
-    NOBODY,
-    Children,
-    Ended,
-    Wanted,
-    child_command,
-    child_in_which_a_call_fails,
-    child_that_never_closes,
-    child_that_reads_files_through_the_cache,
-    digest,
-    end,
-    is_torn,
-    make,
-    names,
-    train,
-    until_it_fails,
-)
-from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import disk_files, num_threads, parts_of
-from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon, interrupted
+from tests.engine.test_giving_up import SOON_S, Told, ends_soon, interrupted
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
+from tests.forks import ROOT
 from tests.lanes.patience import eventually
 from tests.matrix import matrix, quick
 
@@ -68,18 +42,75 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux"),
     pytest.mark.usefixtures("small_tiles"),
 ]
-filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
-in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
+
+DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred", "recompute": "always"}
+KINDS: dict[str, dict[str, str]] = {  # one state type each, so a failure belongs to this type
+    "parameters": {"parameters": "nvme"},
+    "optimizer": {"optimizer": "nvme"},
+    "gradients": {"gradients": "nvme"},
+    "activations": {"activations": "nvme"},
+}
+ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
+TILE = 2048
+Wanted = Sequence[Sequence[Any]]
+"""Per step of a run in memory: the loss, and a hash of the weights afterwards."""
+
+
+def make(folder: str | os.PathLike[str], placement: dict[str, str], **settings: Any) -> Engine:
+    """Return an engine over a few small blocks, with small tiles."""
+    disk._LARGEST_TILE = TILE
+    return Engine(build(deep), placement=Placement(**placement, nvme_dir=str(folder)), **{**DEFERRED, **settings})
+
+
+def digest(engine: Engine) -> str:
+    """Return a SHA-256 hash of all weights."""
+    found = hashlib.sha256()
+    for _, value in engine.named_parameters():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(engine: Engine, wanted: Wanted, begin: int, end: int) -> None:
+    """Take steps and compare the losses with the wanted ones."""
+    for seed in range(begin, end):
+        assert engine.step(tokens(seed)).loss.item() == wanted[seed][0], f"the loss of step {seed}"
+
+
+def until_it_fails(engine: Engine, wanted: Wanted, begin: int) -> tuple[int, OffloadError]:
+    """Take steps until one raises. Return the step number and the error. All losses before must be right."""
+    for seed in range(begin, begin + 3):
+        try:
+            train(engine, wanted, seed, seed + 1)
+        except OffloadError as error:
+            return seed, error
+    raise AssertionError("nothing failed")
+
+
+def is_torn(engine: Engine, wanted: Wanted, num_steps: int) -> bool:
+    """Return True for a torn engine. Otherwise the weights must equal those after `num_steps` steps."""
+    try:
+        assert digest(engine) == wanted[num_steps - 1][1], f"the weights after step {num_steps}"
+    except TornError:
+        try:
+            engine.step(tokens(num_steps))
+        except TornError:
+            return True
+        raise AssertionError("a torn engine took a step") from None
+    return False
+
+
+def names(error: BaseException, *words: object) -> None:
+    """Check for the words in the error message."""
+    assert not [word for word in words if str(word) not in str(error)], str(error)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yield a folder on a disk, writable for every user. Afterwards no file, thread or warning may remain."""
+    """Yield a folder on a disk. Afterwards no file, thread or warning may remain."""
     threads = num_threads()
     gc.collect()  # earlier tests may have left open files, with a warning each
     with tempfile.TemporaryDirectory(prefix="fault_") as path, warnings.catch_warnings():
         warnings.simplefilter("error")
-        Path(path).chmod(0o777)
         yield Path(path)
         assert inside(Path(path)) == []
         assert nameless(Path(path)) == []
@@ -95,11 +126,6 @@ def wanted() -> Wanted:
     return found
 
 
-@pytest.fixture(scope="module")
-def children(tmp_path_factory: pytest.TempPathFactory) -> Children:
-    return Children(tmp_path_factory.mktemp("cache"))
-
-
 # -- a small test disk -----------------------------------------------------------------------------------------
 
 
@@ -109,7 +135,6 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self.path, self._device = path, shell("findmnt", "--noheadings", "--output", "SOURCE", path).strip()
         (path / "lost+found").rmdir()
-        path.chmod(0o777)
 
     def end_at(self, file: Path | None) -> None:
         """End the device before the data of `file`: the kernel fails transfers beyond with EIO. None: restore the full
@@ -182,61 +207,6 @@ def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted)
     assert inside(small_disk.path) == []
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield the working folder for commands of any user, with a model and a text."""
-    with tempfile.TemporaryDirectory(prefix="fault_") as path:
-        Path(path).chmod(0o777)
-        Path(path, "llama.json").write_text(json.dumps(LLAMA))
-        Path(path, "text.txt").write_text("\n".join(f"{number} {SENTENCE * 3}" for number in range(60)))
-        yield Path(path)
-
-
-Command = Callable[..., Ended]
-
-
-def words_for(nvme_dir: Path, run: str) -> list[str]:
-    return [
-        *("--model.path", "llama.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
-        *("--train.steps", "3", "--train.batch_size", "2", "--train.recompute", "always", "--run.dir", run),
-        *("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(nvme_dir)),
-    ]
-
-
-@pytest.fixture
-def command(children: Children, here: Path, request: pytest.FixtureRequest) -> Command:
-    """Return a function that runs `python -m offload.train` on a tiny model with states in `nvme_dir`."""
-
-    def run(nvme_dir: Path, *more: object, uid: int = 0) -> Ended:
-        words = [*words_for(nvme_dir, request.node.name), *map(str, more)]
-        return end(children.start(child_command, "offload.train", words, uid, cwd=here))
-
-    return run
-
-
-def paragraph(ended: Ended, code: int, *words: object) -> None:
-    """Assert that the command ended with `code` and a one-paragraph error containing `words`."""
-    assert ended.code == code, ended.err
-    found = [line for line in ended.err.splitlines() if line.startswith("offload: ")]
-    assert len(found) == 1
-    assert ended.err.endswith(found[0] + "\n")
-    assert "Traceback" not in ended.err + ended.out
-    assert not [word for word in words if str(word) not in found[0]], found[0]
-
-
-@pytest.mark.slow
-def test_the_disk_is_full_before_a_command_or_in_the_middle(small_disk: Disk, command: Command) -> None:
-    for left, code, more, said in (
-        # the states need 400 KB
-        (1 << 19, 1, ("--offload.activations", "nvme", "--train.batch_size", "60"), ("ENOSPC", "bytes", "free space")),
-        (8192, 3, (), ("8192 bytes", "too little", "--offload.nvme_dir")),
-    ):
-        other = small_disk.fill(left)
-        paragraph(command(small_disk.path, *more), code, small_disk.path, *said)
-        assert inside(small_disk.path) == ["other data"]
-        other.unlink()
-
-
 # -- the disk fails --------------------------------------------------------------------------------------------
 
 
@@ -289,18 +259,6 @@ def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: p
 
 
 @pytest.mark.slow
-@filters
-@in_cpp
-@matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
-def test_only_reads_or_only_writes_fail(children: Children, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
-    seed, torn, _ = json.loads(children.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
-    harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
-    either = (kind, call) == ("optimizer", "pread")  # the first of these states are read before the updates
-    assert either or torn != harmless, "a step is given up before its updates, or torn in them"
-    assert seed == 2 or not harmless
-
-
-@pytest.mark.slow
 def test_a_disk_that_goes_away(small_disk: Disk, wanted: Wanted) -> None:
     engine = make(small_disk.path, ALL)
     train(engine, wanted, 0, 2)
@@ -324,73 +282,54 @@ def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> No
     engine.close()
 
 
-# -- unusable folders ------------------------------------------------------------------------------------------
+# -- a folder that lacks something -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["missing", "a file", "tmpfs", "not writable", "read-only"])
-def test_a_folder_that_cannot_be_used(
-    what: str, folder: Path, request: pytest.FixtureRequest, command: Command
-) -> None:
-    uid, path, reason = 0, folder / "it", "does not exist"
-    with contextlib.ExitStack() as after:
-        if what == "a file":
-            path.touch()
-            after.callback(path.unlink)
-            reason = "is a file"
-        elif what == "tmpfs":
-            path, reason = Path("/dev/shm"), "on tmpfs"
-            if not path.is_dir() or file_system(path) != "tmpfs":
-                pytest.skip("there is no tmpfs at /dev/shm")
-        elif what == "not writable":
-            if os.getuid():
-                pytest.skip("only root can become another user")
-            path.mkdir(0o755)
-            after.callback(path.rmdir)
-            uid, reason = NOBODY, "EACCES"
-        elif what == "read-only":
-            path = request.getfixturevalue("small_disk").path
-            shell("mount", "-o", "remount,ro", path)
-            after.callback(shell, "mount", "-o", "remount,rw", path)
-            reason = "EROFS"
-        paragraph(command(path, uid=uid), 2, f"offload.nvme_dir is {path}", reason, "--offload.nvme_dir")
-
-
-# -- optional system features are refused ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@filters
-def test_the_models_own_files_are_read_without_o_direct(children: Children, folder: Path) -> None:
-    saved(folder / "model")
-    wanted = engine_of(folder / "model").step(tokens(0)).loss.item()
-    found, messages = json.loads(children.run(child_that_reads_files_through_the_cache, str(folder / "model")))
-    assert found == wanted
-    assert len(messages) == 1, messages
-    assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
-    shutil.rmtree(folder / "model")
+def test_a_folder_that_cannot_be_used_is_refused(folder: Path) -> None:
+    """tests/files/test_directories.py has each reason."""
+    with pytest.raises(ConfigError, match=r"offload\.nvme_dir is .*/it, .*does not exist"):
+        make(folder / "it", ALL)
 
 
 # -- a violent end ---------------------------------------------------------------------------------------------
 
-SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
+
+def child_that_never_closes(folder: str, how: str) -> None:
+    """The program ends normally or by an exception, or drops the engine during an update."""
+    engine = make(folder, ALL, throttle={"nvme_write": {"latency_seconds": 0.005}})
+    engine.step(tokens(0))
+    if how == "exception":
+        raise ValueError("of the script")
+    if how == "dropped":
+        del engine
+        gc.collect()
+        return
+    globals()["_kept"] = engine
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
-def test_a_signal_in_the_middle_of_a_command(children: Children, here: Path, folder: Path, number: int) -> None:
-    run = f"signal-{number}"
-    process = children.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
-    assert eventually((here / run / "metrics.jsonl").exists)
-    assert nameless(folder, process.pid)
-    process.send_signal(number)
-    paragraph(end(process), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
+class Ended(NamedTuple):
+    """Exit code and output of a child."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_child(child: Callable[..., None], *arguments: object) -> Ended:
+    """Run a function of this module in a forked process, to its end."""
+    code = f"import json, sys; from {__name__} import {child.__name__} as child; child(*json.loads(sys.argv[1]))"
+    process = forks.start(["-c", code, json.dumps(arguments)], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    try:
+        out, err = process.communicate()
+        return Ended(process.wait(), out, err)
+    finally:
+        process.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
-def test_an_engine_that_nobody_closes(children: Children, folder: Path, how: str) -> None:
-    ended = end(children.start(child_that_never_closes, str(folder), how))
+def test_an_engine_that_nobody_closes(folder: Path, how: str) -> None:
+    ended = run_child(child_that_never_closes, str(folder), how)
     assert ended.code == (how == "exception")
     if how == "exception":
         assert ended.err.startswith("Traceback")
@@ -400,47 +339,26 @@ def test_an_engine_that_nobody_closes(children: Children, folder: Path, how: str
         assert ended.err == ""
 
 
-@contextmanager
-def goes_away(folder: Path) -> Iterator[None]:
-    """Assert that the threads started in the block end, and that the files in `folder` go."""
-    before = set(threading.enumerate())
-    yield
-    mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
-
-    def is_gone() -> bool:
-        gc.collect()
-        return not nameless(folder) and not any(thread.is_alive() for thread in mine)
-
-    try:
-        assert eventually(is_gone)
-    finally:
-        for thread in mine:
-            if thread.is_alive():  # other tests count threads
-                thread._target.__self__.close()
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
-    with goes_away(folder):
-        engine = make(folder, ALL)
-        train(engine, wanted, 0, 2)
-        del engine
-
-
 def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
+    threads = num_threads()
+
     def fill(name: str, _module: Any) -> None:
         if name == "lm_head":
             assert nameless(folder)
             raise Told
 
-    with goes_away(folder), pytest.raises(Told):
+    def is_gone() -> bool:
+        gc.collect()
+        return not nameless(folder) and num_threads() <= threads
+
+    with pytest.raises(Told):
         make(folder, ALL, fill=fill)
+    assert eventually(is_gone)
 
 
 # -- a step ends while the disk lanes are busy -----------------------------------------------------------------
 
 GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
-BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
 
 
 @pytest.mark.slow
@@ -456,58 +374,3 @@ def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -
             engine.step(tokens(seed))
     with ends_soon():
         engine.close()
-
-
-@pytest.mark.slow
-def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted, monkeypatch: Any) -> None:
-    """Where a Ctrl-C is raised that came while autograd was in C++."""
-    engine = make(folder, ALL)
-    train(engine, wanted, 0, 2)
-
-    real, breaks = GradientFlow.take, [True]
-
-    def take(*given: Any) -> None:
-        if breaks:
-            breaks.clear()
-            raise Told
-        real(*given)
-
-    monkeypatch.setattr(GradientFlow, "take", take)
-    for unit in parts_of(engine).units:  # hooks are set where parameters are made
-        unit._live.clear()
-    with pytest.raises(Told):
-        engine.step(tokens(9))
-    with contextlib.closing(engine):
-        train(engine, wanted, 2, 5)
-
-
-@pytest.mark.slow
-@matrix(strength=1, where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
-def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
-    settings = DEFERRED | {"clip": clip}
-    undisturbed = Engine(build(lambda: Stack(Breaks)), **settings)
-    engine = Engine(
-        build(lambda: Stack(Breaks)),
-        placement=Placement(**(KINDS | {"all": ALL})[kind], nvme_dir=folder),
-        throttle=BUSY,
-        **settings,
-    )
-
-    def step(engine: Engine, seed: int) -> float:
-        return engine.step(words(seed), loss_fn=cross_entropy).loss.item()
-
-    for seed in range(3):
-        assert step(engine, seed) == step(undisturbed, seed)
-    engine.model.blocks[1].left = 0 if where == "forward" else 1
-    with ends_soon(), pytest.raises(Told):
-        step(engine, 9)
-    if where == "backward" and clip == "speculative":
-        with pytest.raises(TornError):
-            step(engine, 3)
-    else:
-        for seed in range(3, 6):
-            assert step(engine, seed) == step(undisturbed, seed)
-        assert digest(engine) == digest(undisturbed)
-    for one in (engine, undisturbed):
-        with ends_soon():
-            one.close()

@@ -229,16 +229,3 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
             pair.on_disk.load_checkpoint(tmp_path / "saved")
     pair.do(steps)
     pair.compare()
-
-
-@pytest.mark.slow
-def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No update needs this read, and no update uses the data left in the ring."""
-    pair.on_disk.finish()  # updates in the last step read too
-    with monkeypatch.context() as patched:
-        patched.setattr(Stripes, "read", _fail)
-        for info in parts_of(pair.on_disk).infos:
-            with pytest.raises(DiskError, match="on purpose"):
-                parts_of(pair.on_disk).store.values.read(info.index)
-    pair.do(steps)
-    pair.compare()

@@ -21,19 +21,17 @@ from offload import Engine, Placement
 from offload.app.config.sections import ModelSection
 from offload.app.hf import tensor_writer
 from offload.app.hf.models import build_model
-from offload.app.hf.names import CannotStream
 from offload.app.hf.tensor_writer import TensorFileWriter
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError, OffloadError
 from offload.files import safetensors_file
-from offload.native import kernels
 from offload.tiers import values
 from offload.tiers.values import Values
 from tests.cases.models import build, gemma2, llama, mixtral, share, tokens
 from tests.cases.run import small
 from tests.engine.compare import assert_same, same_bits, step_of, weights
 from tests.engine.device import NO_LSTM
-from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
+from tests.engine.handmade import MODELS, Recurrent, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, numbers, opened
@@ -120,24 +118,6 @@ def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
     assert differing(tmp_path / "bf16", tmp_path / "own") == []
     with pytest.raises(ConfigError, match="int8"):
         engine.export(tmp_path / "int8", dtype=torch.int8)
-
-
-def test_files_come_along_and_only_an_earlier_export_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotStream("other rules")
-
-    engine, out = Engine(build(llama)), tmp_path / "out"
-    monkeypatch.setattr("offload.app.hf.write.write_model", refuse)
-    with pytest.raises(CannotStream, match="other rules"):
-        engine.export(out)
-    monkeypatch.undo()
-    engine.export(out, files={"tokenizer.json": b"{}"})
-    assert (out / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(ConfigError, match="exists"):
-        engine.export(out)
-    engine.export(out, replace=True)
-    assert not (out / "tokenizer.json").exists()
-    engine.step(tokens())
 
 
 class Tied(nn.Module):
@@ -268,20 +248,6 @@ def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, kind: s
 # -- a closed engine -----------------------------------------------------------------------------------------
 
 Maker = Callable[[], nn.Module]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: Path) -> None:
-    """The file has the module's own names, tied weights once, and the dtype used on the device."""
-    engine = Engine(build(Namespace), precision=precision)
-    engine.step(words(), loss_fn=cross_entropy)
-    engine.export(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-    found, wanted = load_file(tmp_path / "model.safetensors"), weights(engine)
-    assert sorted(found) == sorted(wanted)
-    for name, tensor in found.items():
-        master = wanted[name]
-        assert same_bits(tensor, master if precision == "fp32" else kernels.split(master)[0]), name
 
 
 @pytest.mark.slow

@@ -1,44 +1,34 @@
-"""Products in FP8: losses, norms and weights equal plain PyTorch with the same rounding, over tiers, in micro-batches,
-over ranks, compiled, and after a resume.
-"""
+"""Products in FP8: losses, norms and weights equal plain PyTorch with the same rounding."""
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from offload import Engine, Placement
 from offload.accelerators import CudaAccelerator
-from offload.distributed.joining import open_comm
 from offload.engine.units.stages import stages_in_memory
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards
 from offload.extras.quant import products
 from offload.extras.quant.products import Fp8Products, ScaledMatrix, multiply, to_fp8
 from offload.planning.settings import Settings
-from tests.cases.models import adapted, batches, build, first_row, gpt2, llama, share, t5, tokens
+from tests.cases.models import adapted, batches, build, gpt2, llama, t5, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of
-from tests.engine.ranks import run
-from tests.engine.ranks_child import JOB
 from tests.engine.reference import Reference, count_labels, sum_by_layer
 from tests.engine.test_frozen_weights import dequantised
 
 ROWWISE: dict[str, Any] = {"matmul": "fp8_rowwise", "precision": "bf16"}
 TENSORWISE: dict[str, Any] = {"matmul": "fp8_tensorwise", "precision": "bf16"}
-TIERS: dict[str, dict[str, str]] = {
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +47,12 @@ def both(settings: dict[str, Any], make: Any = model, **options: Any) -> Engine:
     return train_both(make(), batches(2), group=group, **settings, **options)[0]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("settings", [ROWWISE, TENSORWISE], ids=["rowwise", "tensorwise"])
-def test_steps_are_those_of_plain_pytorch_with_the_same_products(
-    settings: dict[str, Any], tier: str, tmp_path: Path
-) -> None:
-    engine = both(settings, placement=Placement(**TIERS[tier], nvme_dir=str(tmp_path)))
+def test_steps_are_those_of_plain_pytorch_with_one_scale_for_a_matrix() -> None:
+    """tests/cases/features.py has one scale for a row."""
+    engine = both(TENSORWISE)
     assert "10 linear layers of blocks multiply in FP8" in engine.told_tiles
     with Engine(model(), precision="bf16") as exact:
-        assert exact.step(tokens(0)).loss.item() != Engine(model(), **settings).step(tokens(0)).loss.item()
+        assert exact.step(tokens(0)).loss.item() != Engine(model(), **TENSORWISE).step(tokens(0)).loss.item()
 
 
 def test_micro_batches_multiply_by_row_as_the_whole_batch_does() -> None:
@@ -87,27 +74,6 @@ def test_one_scale_for_all_rows_is_found_by_the_trial_runs() -> None:
     """A token depends on all rows. As with any model that mixes rows, batches stay whole, with a warning."""
     with pytest.warns(UserWarning, match="the engine and plain PyTorch give different.*batches are not split"):
         both(TENSORWISE | {"micro_batch_size": 1}, whole=True)
-
-
-def on_ranks(tier: dict[str, str], folder: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses and the final weights of two steps. Rank 0 has the row with the targets."""
-    with open_comm(times=JOB) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "LEAST_SIZE", LEAST_SIZE)
-        place = Placement(**tier, nvme_dir=folder)
-        with Engine(model(), comm=comm, placement=place, **ROWWISE) as engine:
-            rows = (1,) * comm.size
-            losses = [engine.step(share(first_row(seed, comm.size), rows, comm.rank)).loss.item() for seed in range(2)]
-            return losses, weights(engine)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_two_ranks_have_the_bits_of_one_process(tier: str, tmp_path: Path) -> None:
-    with Engine(model(), **ROWWISE) as engine:
-        losses = [engine.step(first_row(seed, 2)).loss.item() for seed in range(2)]
-        wanted = weights(engine)
-    for found, weights_of in run(2, on_ranks, tier=TIERS[tier], folder=str(tmp_path)):
-        assert found == losses
-        assert_same(weights_of, wanted)
 
 
 @cpu_only("compiles for the CPU")

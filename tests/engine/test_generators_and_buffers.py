@@ -22,27 +22,6 @@ from tests.engine.reference import Reference
 from tests.engine.zeroth_order import PlainMeZO
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [lambda: Stack(DropsOut), RunningStatistics], ids=["dropout", "statistics"])
-def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callable[[], nn.Module]) -> None:
-    """`from_pretrained` returns a model in eval mode. A recording made there must not describe the model in
-    train mode.
-    """
-    given = build(model)
-    reference = Reference(given)
-    engine = Engine(given.eval())
-    engine.evaluate(words(9), loss_fn=cross_entropy)
-    reference.model.eval()
-    for seed in range(3):
-        assert step_of(engine, words(seed), cross_entropy, seed=seed) == step_of(
-            reference, words(seed), cross_entropy, seed=seed
-        )
-        engine.model.train()
-        reference.model.train()
-    assert_weights(engine, reference)
-    assert_same(dict(engine.model.named_buffers()), dict(reference.model.named_buffers()))
-
-
 def test_construction_leaves_generators_and_modes_alone() -> None:
     model = build(gpt2)
     model.transformer.h[0].eval()
@@ -56,9 +35,21 @@ def test_construction_leaves_generators_and_modes_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class NoisyUntilItFails(Noisy):
+    """`is_failing` raises after all draws."""
+
+    is_failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.is_failing:
+            raise KeyError("told to")
+        return out
+
+
 @cpu_only("it looks at the generator of the host")
-def test_a_step_draws_as_many_random_numbers_as_plain_training() -> None:
-    model = build(Noisy)
+def test_a_step_draws_as_many_random_numbers_as_plain_training_and_none_if_it_fails() -> None:
+    model = build(NoisyUntilItFails)
     reference = Reference(model)
     engine = Engine(model)
     for seed in range(3):  # no new seed between steps
@@ -66,36 +57,14 @@ def test_a_step_draws_as_many_random_numbers_as_plain_training() -> None:
         reference.step(words(seed), cross_entropy)
         after = torch.get_rng_state()
         torch.set_rng_state(before)
+        engine.model.is_failing = True
+        with pytest.raises(KeyError):
+            engine.step(words(seed), cross_entropy)
+        engine.model.is_failing = False
+        assert torch.equal(torch.get_rng_state(), before)
         engine.step(words(seed), loss_fn=cross_entropy)
         assert torch.equal(torch.get_rng_state(), after)
     assert_weights(engine, reference)
-
-
-class WithBuffers(Block):
-    """Buffers of many dtypes, one not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("wide", torch.rand(3, dtype=torch.float64))
-        self.register_buffer("flags", torch.tensor([True, False]))
-        self.register_buffer("narrow", torch.rand(2).bfloat16(), persistent=False)
-        self.register_buffer("offset", torch.rand(WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return (
-            super().forward(h)
-            + self.offset.to(h.dtype) * self.flags.sum()
-            + self.narrow.sum().to(h.dtype)
-            + self.wide.sum().to(h.dtype)
-        )
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_buffers_keep_dtype_and_values(precision: str) -> None:
-    model = build(lambda: Stack(WithBuffers))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    engine, _ = train_both(model, [words(s) for s in range(2)], loss_fn=cross_entropy, precision=precision)
-    assert_same(dict(engine.model.named_buffers()), before)
 
 
 class Spectral(Block):

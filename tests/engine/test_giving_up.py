@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import TornError
-from tests.cases.models import build
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, own_step_of, weights
-from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, parts_of
 
 SOON_S = 120.0
@@ -205,58 +205,25 @@ def raise_in_backward(result: Tensor, wait_s: float = 0.0) -> None:
         result.register_hook(told)
 
 
-class FrozenNorms(Stack):
-    """Frozen norms stay on the device. No update ever copies them there again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        for norm in (self.first, self.last):
-            norm.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(self.embedding(x))
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.last(h))
-
-
-@pytest.mark.slow
-def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = Engine(build(FrozenNorms))
-    engine = Engine(build(FrozenNorms), throttle={"h2d": {"latency_seconds": 0.1}})
-
-    def settle() -> None:
-        monkeypatch.undo()
-        raise Told
-
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.load_checkpoint(tmp_path / "saved")
-    monkeypatch.setattr(parts_of(engine).slots, "compute_after_resident", settle)
-    with pytest.raises(Told):
-        step(engine, 0)
-    assert step(engine, 1) == step(undisturbed, 1)
-    engine.close()
-
-
 def test_a_fetch_that_failed_fails_one_call_of_an_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed fetch is of a resident unit, before the call. The loop continues with the next call."""
-    undisturbed = Engine(build(FrozenNorms))
-    engine = Engine(build(FrozenNorms), throttle={"h2d": {"latency_seconds": 0.01}})
+    undisturbed = Engine(build(llama))
+    engine = Engine(build(llama), throttle={"h2d": {"latency_seconds": 0.01}})
     parts = parts_of(engine)
     submit = parts.lanes.h2d.submit
 
     def fail() -> None:
         raise Told
 
+    def loss_of(seed: int) -> Callable[[nn.Module], Tensor]:
+        return lambda model: model(**tokens(seed)).loss
+
     engine.backward(loss_of(0)(engine.model))
     monkeypatch.setattr(parts.lanes.h2d, "submit", lambda _work, **how: submit(fail, **how))
     parts.slots.refresh(always=True)
     monkeypatch.undo()
     with pytest.raises(Told):
-        engine.model(words(1)["x"])
+        engine.model(**tokens(1))
     assert own_step_of(engine, loss_of(1)) == own_step_of(undisturbed, loss_of(0), loss_of(1))
     assert_same(weights(engine), weights(undisturbed))
     engine.close()
@@ -292,20 +259,6 @@ def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
     engine.save_checkpoint(folder / "saved")
     wanted = weights(engine)
     return engine, wanted
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
-    """The first evaluation after a load records the batch again: an error there is one of a trial."""
-    engine, wanted = saved_on_a_slow_disk(tmp_path)
-    step(engine, 1)
-    engine.load_checkpoint(tmp_path / "saved")
-    engine.evaluate(words(9), loss_fn=cross_entropy)
-    engine.model.blocks[0].left = 0
-    with pytest.raises(Told):
-        engine.evaluate(words(9), loss_fn=cross_entropy)
-    assert_same(weights(engine), wanted)
-    engine.close()
 
 
 @pytest.mark.slow

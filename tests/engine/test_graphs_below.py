@@ -19,12 +19,10 @@ from offload import Engine, Placement
 from offload.engine.units import offloaded_graph
 from offload.engine.units.recompute_policy import GraphChoice
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
-from tests.cases.models import batches, build, llama, tokens
+from tests.cases.models import build, llama, tokens
 from tests.engine.compare import assert_same, train_both, weights
-from tests.engine.device import cpu_only
 from tests.engine.handmade import Block, CheckpointsItself, Stack, cross_entropy, words
 from tests.engine.inside import memory_of, parts_of
-from tests.engine.sizes import held_in_step
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +40,6 @@ def over(block: type[nn.Module] = Block, depth: int = 3, graphs: str = "cpu", **
 def graph_bytes(engine: Engine) -> int:
     """Return the host bytes allocated for graphs."""
     return memory_of(engine).host.allocations.get("graphs", 0)
-
-
-def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
-    placement = Placement(activations="nvme", graphs="cpu", nvme_dir=str(tmp_path), host_memory="1MiB")
-    train_both(build(llama), batches(3), placement=placement, recompute="always")
 
 
 RUNS = Counter[nn.Module]()
@@ -78,20 +71,6 @@ def test_a_forward_is_made_once() -> None:
         assert {number for step in found[1:] for number in step} == {num_runs}
 
 
-def held(engine: Engine) -> dict[str, int]:
-    """Run a step. Return the device bytes of graphs and of inputs between forward and backward."""
-    found = held_in_step(engine, words(0), cross_entropy)
-    return {name: found.get(name, 0) for name in ("kept tensors", "unit inputs")}
-
-
-@pytest.mark.slow
-def test_the_device_holds_none_of_them() -> None:
-    here, below = over(depth=8, graphs="device"), over(depth=8)
-    of_blocks, left = held(here), held(below)
-    assert sum(left.values()) < sum(of_blocks.values()) / 8, (of_blocks, left)
-    assert graph_bytes(below) >= sum(of_blocks.values()) * 7 // 8
-
-
 @pytest.mark.slow
 def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     """Nothing in the graph keeps an offloaded storage alive, neither inputs nor results."""
@@ -113,8 +92,7 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     assert alive[-1] <= alive[0] + 16, "leaves have the shape, and no memory of their own"
 
 
-@pytest.mark.slow
-def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -> None:
+def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for() -> None:
     whole = over(depth=8)
     whole.step(words(0), loss_fn=cross_entropy)
     most, other = graph_bytes(whole), sum(memory_of(whole).host.allocations.values()) - graph_bytes(whole)
@@ -151,20 +129,14 @@ def test_lengths_may_change() -> None:
     assert not parts_of(engine).runner.saved.policy.graph_offload.buffers_in_use, "a buffer that nobody gave back"
 
 
-@pytest.mark.slow
 def test_a_forward_without_a_backward_gives_its_room_back() -> None:
     engine = Engine(build(llama), placement=Placement(graphs="cpu"), recompute="never")
-    engine.step(tokens(0))
-    before = weights(engine)
-    loss = engine.model(**tokens(1)).loss
     pool = parts_of(engine).runner.saved.policy.graph_offload
+    loss = engine.model(**tokens(1)).loss
     assert pool.buffers_in_use
     del loss
     gc.collect()
-    plain = Engine(build(llama), recompute="never")
-    plain.step(tokens(0))
-    assert_same(weights(plain), before)
-    assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
+    engine.step(tokens(2))
     assert not pool.buffers_in_use
 
 
@@ -222,24 +194,6 @@ class AsksTwice(Block):
         return h + Product.apply(super().forward(h), h.tanh())
 
 
-class Rounded(torch.autograd.Function):
-    """Save a quantized tensor: bytes and a scale."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.quantize_per_tensor(tensor, 0.1, 10, torch.quint8))
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * ctx.saved_tensors[0].dequantize()
-
-
-class Quantised(Block):
-    def forward(self, h: Tensor) -> Tensor:
-        return h + Rounded.apply(super().forward(h))
-
-
 class RewritesSaved(Block):
     """Change a saved tensor without a new version number."""
 
@@ -251,11 +205,9 @@ class RewritesSaved(Block):
 
 
 SLOWER = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
-ON_CPU = pytest.param(Quantised, marks=[cpu_only("other devices quantise little"), pytest.mark.slow])
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("block", [RewritesSaved, *(pytest.param(b, marks=pytest.mark.slow) for b in SLOWER), ON_CPU])
+@pytest.mark.parametrize("block", [RewritesSaved, *(pytest.param(b, marks=pytest.mark.slow) for b in SLOWER)])
 def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
     """A unit that changes a saved tensor without a new version is recomputed."""
     settings = {"placement": Placement(graphs="cpu"), "recompute": "never", "debug": True}

@@ -186,11 +186,3 @@ NO_SPARSE = pytest.param(
 def test_what_cannot_stream_is_refused_by_the_units_name(model: type[nn.Module], name: str) -> None:
     with pytest.raises(OffloadError, match=name):
         Engine(build(model)).step(words(), loss_fn=cross_entropy)
-
-
-def test_a_model_in_several_calls_of_the_engine_learns() -> None:
-    """Guards the comparison above, true even if engine and reference both never move."""
-    engine = Engine(build(MODELS[0]))
-    losses = [engine.step(words(), loss_fn=cross_entropy).loss.item() for _ in range(20)]
-    assert losses[-1] < 0.8 * losses[0]
-    assert all(torch.isfinite(value).all() for _, value in engine.named_parameters())

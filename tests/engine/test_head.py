@@ -40,8 +40,6 @@ from tests.cases.models import (
 )
 from tests.engine.compare import PROPORTIONAL, assert_same, step_of, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.inside import step_peak
-from tests.engine.sizes import tier_bytes
 from tests.matrix import quick
 
 Maker = Callable[[], nn.Module]
@@ -194,23 +192,6 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
 
 
 @pytest.mark.slow
-def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break() -> None:
-    """Logits kept for the backward belong to no unit, but the head unit's output does: a chunk is the largest entry in
-    the ledger.
-    """
-    vocabulary = 4096
-
-    def make() -> nn.Module:
-        return llama(vocab_size=vocabulary, hidden_size=16, tie_word_embeddings=True)
-
-    engine = Engine(build(make), head_chunk_bytes=ROWS * vocabulary * 4)
-    budget = step_peak(engine, lambda: engine.step(tokens()))
-    assert budget < sum(tier_bytes(engine, "device").values()) + ROWS * LENGTH * vocabulary * 4
-    settings = {"head_chunk_bytes": ROWS * vocabulary * 4, "recompute": "auto"}
-    train_both(build(make), batches(2), placement=Placement(device_memory=budget), within=2 * ROUNDING, **settings)
-
-
-@pytest.mark.slow
 def test_the_head_is_fetched_once() -> None:
     moved = []
     for chunk, micro in ((None, None), (CHUNK, None), (1, None), (1, 1)):
@@ -349,7 +330,3 @@ def test_own_loops_and_loss_functions_get_real_logits() -> None:
     engine.step(tokens(), loss_fn=loss_fn)
     assert seen[-1] == (ROWS, LENGTH, VOCABULARY)
     assert {shape[1:] for shape in seen} == {(LENGTH, VOCABULARY)}, "whole rows, in the passes before the step as well"
-
-
-def test_one_chunk_is_bit_equal() -> None:
-    train_both(build(gemma2), batches(3), head_chunk_bytes=ROWS * LENGTH * VOCABULARY * 4)

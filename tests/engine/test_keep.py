@@ -16,7 +16,7 @@ from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.recompute_policy import GraphChoice
 from offload.engine.units.traits import GraphTraits, UnitTraits
 from tests.engine.device import own_device
-from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 
 NEEDS_TENSORS = GraphTraits()
@@ -114,51 +114,29 @@ def test_a_backward_keeps_the_traits_of_its_own_call() -> None:
         assert torch.equal(engine.model.get_buffer(name), buffer), name
 
 
-class Scaled(Block):
-    def forward(self, h: Tensor, scale: Tensor | None = None) -> Tensor:
-        h = super().forward(h)
-        return h if scale is None else h * scale
+class AddsThree(Block):
+    def forward(self, h: Tensor, more: Tensor, last: Tensor) -> Tensor:
+        return super().forward(h + more + last)
 
 
-class ScaledAgain(Stack):
-    """Each block runs twice: alone, then with a vector that belongs to no row."""
+class RewritesInputs(Stack):
+    """Changes all inputs of a block after the block has run."""
 
-    block = Scaled
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            h = block(h)
-        for block in self.blocks:
-            h = block(h, scale=torch.full((WIDTH,), 0.7, device=h.device))
-        return self.head(h)
-
-
-def test_micro_batches_are_cut_by_the_traits_of_their_own_call(recwarn: pytest.WarningsRecorder) -> None:
-    engine = Engine(ScaledAgain(), AdamW(lr=1e-3), micro_batch_size=2)
-    for seed in range(2):
-        engine.step(words(seed), cross_entropy)
-    assert not [str(each.message) for each in recwarn if "different results" in str(each.message)]
-
-
-class Two(Block):
-    def forward(self, h: Tensor, other: Tensor) -> Tensor:
-        return super().forward(h) + other
-
-
-class TakesTwo(Stack):
-    block = Two
+    block = AddsThree
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
         for block in self.blocks:
-            h = block(h, torch.sin(h))
+            inputs = [h * share for share in (0.5, 0.3, 0.2)]
+            h = block(*inputs)
+            for tensor in inputs:
+                tensor.zero_()
         return self.head(h)
 
 
 def test_an_input_that_cannot_be_offloaded_leaves_no_other_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second input of a block finds no memory: the copy of the first is released."""
-    engine = Engine(TakesTwo(), AdamW(lr=1e-3), placement=Placement(activations="cpu"))
+    engine = Engine(RewritesInputs(), AdamW(lr=1e-3), placement=Placement(activations="cpu"))
     engine.backward(cross_entropy(engine.model(words(0)["x"]), words(0)))
     engine.update()
     runner = parts_of(engine).runner
@@ -178,26 +156,6 @@ def test_an_input_that_cannot_be_offloaded_leaves_no_other_behind(monkeypatch: p
     monkeypatch.undo()
     runner.collect()
     assert not pool.buffers_in_use
-
-
-class AddsThree(Block):
-    def forward(self, h: Tensor, more: Tensor, last: Tensor) -> Tensor:
-        return super().forward(h + more + last)
-
-
-class RewritesInputs(Stack):
-    """Changes all inputs of a block after the block has run."""
-
-    block = AddsThree
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            inputs = [h * share for share in (0.5, 0.3, 0.2)]
-            h = block(*inputs)
-            for tensor in inputs:
-                tensor.zero_()
-        return self.head(h)
 
 
 @pytest.mark.skipif(own_device().type != "cpu", reason="a lane with a thread holds a copy until it has left the device")

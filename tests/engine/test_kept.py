@@ -21,26 +21,6 @@ from tests.engine.sizes import held_in_step, tier_bytes
 from tests.matrix import quick
 
 
-def freeze(model: nn.Module) -> nn.Module:
-    """Freeze the embedding, the first block, and one bias in the last block."""
-    for module in (model.embedding, model.blocks[0]):
-        module.requires_grad_(False)
-    model.blocks[-1].up.bias.requires_grad = False
-    return model
-
-
-@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["bf16"]))
-def test_frozen_weights_are_bit_equal(precision: str) -> None:
-    settings = {"precision": precision, "recompute": "never", "debug": True}
-    train_both(freeze(build(Stack)), [words(s) for s in range(5)], loss_fn=cross_entropy, **settings)
-
-
-@pytest.mark.slow
-def test_a_graph_that_is_kept_is_run_once() -> None:
-    assert calls_in_step(Engine(build(counting()))) == [2, 2, 2]
-    assert calls_in_step(Engine(build(counting()), recompute="never")) == [1, 1, 1]
-
-
 def counting(block: type[nn.Module] = Block) -> Callable[[], nn.Module]:
     """Return a constructor for a stack of blocks that log their forwards."""
 
@@ -158,24 +138,24 @@ class WidensItsWeights(Block):
         return h + nn.functional.linear(hidden, self.down.weight.float()).to(h.dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "num_calls"), [("fp32", 1), ("bf16", 2)])
-def test_a_unit_that_saves_copies_of_its_weights_recomputes(precision: str, num_calls: int) -> None:
-    """In fp32, `.float()` makes no copy."""
-    check_calls(counting(WidensItsWeights), num_calls, precision=precision)
-
-
-def check_calls(make: Callable[[], nn.Module], num_calls: int, **settings: Any) -> None:
-    """Train beside plain PyTorch, and count the forwards of a block."""
-    settings |= {"recompute": "never", "debug": True}
+@pytest.mark.parametrize(
+    ("block", "precision", "num_calls"),
+    quick(
+        [
+            (WidensItsWeights, "fp32", 1),  # `.float()` makes no copy
+            (WidensItsWeights, "bf16", 2),
+            (ScalesItsInput, "fp32", 2),
+            (Normalised, "fp32", 2),
+        ],
+        [(WidensItsWeights, "fp32", 1)],
+    ),
+)
+def test_a_unit_that_changes_its_input_or_buffers_or_saves_copies_of_its_weights_recomputes(
+    block: type[nn.Module], precision: str, num_calls: int
+) -> None:
+    make, settings = counting(block), {"precision": precision, "recompute": "never", "debug": True}
     train_both(build(make), [words(s) for s in range(3)], loss_fn=cross_entropy, **settings)
     assert calls_in_step(Engine(build(make), **settings)) == [num_calls] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [ScalesItsInput, Normalised])
-def test_a_unit_that_changes_its_input_or_its_buffers_recomputes(block: type[nn.Module]) -> None:
-    check_calls(counting(block), 2)
 
 
 class Growing(Block):

@@ -67,6 +67,13 @@ def pages(num_bytes: int, value: int = 0) -> torch.Tensor:
     return Arena(num_bytes).take(num_bytes, torch.uint8).fill_(value)
 
 
+def values(files: Stripes) -> set[int]:
+    """Return the values in the first MiB."""
+    back = pages(MIB)
+    files.read(0, back)
+    return set(back.tolist())
+
+
 def start(code: str, place: Path, way: int) -> Any:
     """Start a process that runs HOLD and then `code`."""
     lines = HOLD.replace("PLACE", repr(str(place))).replace("FLAG", str(way)) + code
@@ -176,11 +183,9 @@ class TestUse:
         with IoEngine() as io:
             files = Stripes(io, [tmp_path])
             assert f"{tmp_path} refuses O_DIRECT" in files.why_buffered
-            files.reserve(4096)
-            files.write(0, pages(4096, 3))
-            back = pages(4096)
-            files.read(0, back)
-            assert set(back.tolist()) == {3}
+            files.reserve(MIB)
+            files.write(0, pages(MIB, 3))
+            assert values(files) == {3}
             assert not list(tmp_path.iterdir())
 
     def test_a_disk_that_fills(self, disk, way):
@@ -193,10 +198,8 @@ class TestUse:
             assert caught.value.errno == errno.ENOSPC
             for word in (str(disk), "ENOSPC", "free space", "bytes"):
                 assert word in str(caught.value)
-            back = pages(MIB)
-            files.read(0, back)
             assert files.num_bytes == MIB
-            assert set(back.tolist()) == {5}
+            assert values(files) == {5}
 
     def test_a_directory_that_vanishes(self, tmp_path, way):
         """The directory is empty, so any process can remove it. Open files stay usable, new files are refused."""
@@ -207,9 +210,7 @@ class TestUse:
             place.rmdir()
             files.reserve(MIB)
             files.write(0, pages(MIB, 9))
-            back = pages(MIB)
-            files.read(0, back)
-            assert set(back.tolist()) == {9}
+            assert values(files) == {9}
             with pytest.raises(DiskError, match="ENOENT") as caught:
                 Stripes(io, [place])
             assert str(place) in str(caught.value)

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.schedule.build import CargoUse, Fetch, Schedule, SlotMemory, build, window_bytes
-from tests.matrix import examples, matrix
+from tests.matrix import examples
 
 SIZE = 512
 
@@ -278,26 +278,6 @@ def repeat(num_units: int, room: SlotMemory, lookahead: int, trained: Iterable[i
     return schedules
 
 
-@matrix(strength=1, num_units=[1, 2, 5, 8], kind=["trained", "frozen", "frozen below", "frozen above"])
-def test_steps_soon_repeat_themselves(num_units, kind):
-    units, half = range(1, num_units + 1), (num_units + 1) // 2
-    trained = {"trained": units, "frozen": (), "frozen below": units[half:], "frozen above": units[:half]}[kind]
-    for num_places in range(1, num_units + 2):
-        for lookahead, room in itertools.product(range(num_units + 1), rooms(num_units, num_places)):
-            schedules = repeat(num_units, room, lookahead, trained, 6)
-            assert schedules[3] == schedules[4] == schedules[5]
-            free = min(num_units, num_places) - min(lookahead, num_places)
-            num_fetches = len(fetches(schedules[-1]))
-            if kind == "trained" and free:
-                assert num_fetches <= 2 * num_units - free
-            if kind == "trained" and not lookahead:
-                assert num_fetches == 2 * num_units - min(num_units, num_places)
-            if kind == "frozen" and free:
-                assert num_fetches <= 2 * (num_units - free), "what lies there at the end is what comes first again"
-            if kind == "frozen" and not lookahead:
-                assert num_fetches == 2 * (num_units - min(num_units, num_places))
-
-
 @given(
     st.integers(1, 12).flatmap(
         lambda n: st.tuples(st.just(n), st.integers(1, n), st.integers(0, n), st.sets(st.integers(1, n)))
@@ -331,21 +311,6 @@ def seconds(schedule: Schedule, forward_s: float, backward_s: float, fetch_s: fl
         now = max(now, there[use.cargo]) + (backward_s if use.backward else forward_s)
         read[use.cargo] = now
     return now
-
-
-@given(
-    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n + 1), st.sets(st.integers(1, n)))),
-    st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 8)),
-    st.integers(0, 1),
-)
-def test_looking_further_ahead_is_never_slower(case, times, which):
-    num_units, num_places, trained = case
-    room = rooms(num_units, num_places)[which]
-    took = [
-        seconds(Pass(sweep(num_units), room, lookahead, trained=frozenset(trained)).build(), *times)
-        for lookahead in range(2 * num_units + 1)
-    ]
-    assert all(further <= nearer for nearer, further in itertools.pairwise(took))
 
 
 def test_looking_ahead_hides_the_fetches():

@@ -117,7 +117,7 @@ class DeviceUpdates(UpdatePlace):
         self._in_place.check()
         if self._device.torch_device.type == "cpu":
             return  # `_update` has checked each count itself
-        counts = self._counts  # `begin_step` replaces the attribute while the functions below wait
+        counts, self._counts = self._counts, {}  # from here on those of the functions below, which wait
 
         def copy_to_host() -> None:
             # Asked in the lane: until the updates have run there, `counts` is empty.

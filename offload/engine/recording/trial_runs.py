@@ -368,7 +368,13 @@ class TrialRuns:
         check_equivalence()
         self.forget_traffic()
         self.known.store_ints(self.known.signature_of_call(call), int_arguments(call.args, call.kwargs))
+        self.end()
+
+    def end(self) -> None:
+        """End the present recording, which is complete, and keep nothing of the batch."""
         self.is_complete = True
+        self._roots = {}
+        self._unused_sample = None
 
     @contextmanager
     def _with_dtypes_explained(self, *given: Any) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.accelerators import runs_gpu_kernels
+from offload.tiers.blocks import CACHES
 
 _MOST_BATCHES = 64
 """Micro-batches with remembered documents."""
@@ -77,6 +78,9 @@ class Documents:
 def _read(starts: bytes, tokens: int) -> Documents:
     values = torch.frombuffer(bytearray(starts), dtype=torch.int32)
     return Documents([*values.nonzero().flatten().tolist(), len(values)], int(values[0]), tokens)
+
+
+CACHES.append(_read.cache_clear)
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -64,7 +64,8 @@ class Lockstep(Generic[_T]):
                 self._wait_for_threads(0)
         if self._error is not None:
             raise self._error
-        return [self._results[number] for number in range(len(functions))]
+        results, self._results = self._results, {}  # nothing of a step stays on the device
+        return [results[number] for number in range(len(functions))]
 
     def _wait_for_threads(self, *ended: int) -> None:
         """Wait until no thread runs a function. `ended`: finished functions that may still receive the turn."""

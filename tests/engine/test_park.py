@@ -1,0 +1,269 @@
+"""Parks: an engine between two steps without memory on the device. The contract of all features is in
+tests/contracts.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import Engine
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError, DoesNotFitError, OffloadError
+from tests.cases.features import CASES, PLACES, Cell
+from tests.cases.models import build, llama, tokens
+from tests.cases.run import Step, Training, small
+from tests.engine import ranks
+from tests.engine.compare import assert_same, weights
+from tests.engine.device import cpu_only, own_device, set_seed
+from tests.engine.inside import assert_parked, memory_of, resident_names, states
+from tests.matrix import quick
+
+NAMES = [
+    "llama", "updates on the device", "nf4 below what trains", "late updates", "mezo", "graphs on the host",
+    "row blocks", "streamed experts", "int8 links", "tied and dropout",
+]  # fmt: skip
+
+
+def trained(training: Training, num_steps: int, dice: random.Random | None = None, **how: Any) -> tuple[Any, ...]:
+    """Train, with parks at the moments of `dice`. Return all steps, weights and optimizer states."""
+    steps: list[Step] = []
+    with training.engine(**how) as engine:
+        for number in range(num_steps):
+            steps.append(training.step(engine, number))
+            if dice is not None and dice.random() < 0.7:
+                with engine.parked():
+                    assert_parked(engine)
+                if dice.random() < 0.5:
+                    engine.evaluate(training.batch(9), training.case.loss_fn)
+        found = {
+            name: [
+                *(t for t in (s.exp_avg, s.exp_avg_sq, *s.others.values()) if t is not None),
+                torch.tensor(s.num_steps),
+            ]
+            for name, s in states(engine).items()
+        }
+        return steps, weights(engine), {f"{name} {n}": t for name, ts in found.items() for n, t in enumerate(ts)}
+
+
+def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    assert found[0] == wanted[0]
+    assert_same(found[1], wanted[1])
+    assert_same(found[2], wanted[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), quick([(n, p) for n in NAMES for p in PLACES], list(zip(NAMES, [*PLACES] * 3, strict=False)))
+)
+def test_parks_at_any_moment_change_no_bit(name: str, place: str, tmp_path: Path) -> None:
+    """Break: leave a state of the device, or the decoding tables, out of the copies."""
+    case = CASES[name]
+    with small(case):
+        cell = Cell({**PLACES[place], **case.placement}, {"precision": "bf16", "max_grad_norm": 0.5, **case.settings})
+        training = Training(case, cell, tmp_path)
+        assert_equal(trained(training, 5, random.Random(name)), trained(training, 5))
+
+
+@pytest.mark.slow
+@cpu_only("compiles for the CPU")
+def test_compiled_blocks_are_parked(tmp_path: Path) -> None:
+    training = Training(CASES["llama"], Cell(PLACES["device"], {"compile": "always"}), tmp_path)
+    assert_equal(trained(training, 3, random.Random(1)), trained(training, 3))
+
+
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_twenty_parks_leave_memory_as_it_was(place: str) -> None:
+    """Break: keep the copies of the states after a resume."""
+    with Engine(build(llama), placement=PLACES[place]) as engine:
+        engine.step(tokens(0, 4))
+        held: list[tuple[Any, ...]] = []
+        for number in range(30):
+            with engine.parked():
+                assert_parked(engine)
+                parked = dict(memory_of(engine).host.allocations)
+                assert ("parked states" in parked) == (place == "device")
+            if number == 10:  # the first parks fill caches of Python
+                tracemalloc.start()
+                before = tracemalloc.get_traced_memory()[0]
+            held.append((sorted(engine.allocations), len(memory_of(engine).device.blocks.present())))
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert held[1:] == held[:-1]
+        assert grown < 1 << 16
+
+
+@pytest.mark.parametrize("place", ["device", "cpu"])
+def test_a_parked_engine_computes_nothing_and_reads_everything(place: str, tmp_path: Path) -> None:
+    """Break: leave `check_running` out of a call."""
+    batch, other = tokens(0, 4), Engine(build(llama, seed=1), placement=PLACES[place])
+    with other, Engine(build(llama), placement=PLACES[place]) as engine:
+        other.step(batch)
+        other.save_checkpoint(tmp_path / "other")
+        wanted = weights(other)
+        engine.step(batch)
+        model: Any = engine.model
+        assert resident_names(engine)
+        engine.park()
+        engine.park()
+        for compute in (
+            lambda: engine.step(batch),
+            lambda: engine.evaluate(batch),
+            lambda: engine.backward(torch.zeros(())),
+            lambda: engine.update(),
+            lambda: engine.grad_norm(),
+            lambda: engine.replay([]),
+            lambda: model(**batch),
+        ):
+            with pytest.raises(OffloadError, match=r"the engine is parked.*engine\.resume\(\)"):
+                compute()
+        before, moments = weights(engine), states(engine)["model.norm.weight"].exp_avg
+        assert torch.equal(model.model.norm.weight.detach().cpu(), before["model.norm.weight"])
+        assert_same({name: value.float() for name, value in model.state_dict().items() if name in before}, before)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.export(tmp_path / "exported")
+        for _, value in engine.edit(["model.norm.weight"]):
+            value.mul_(2)
+        engine.resume()
+        engine.resume()
+        assert torch.equal(weights(engine)["model.norm.weight"], 2 * before["model.norm.weight"])
+        assert torch.equal(states(engine)["model.norm.weight"].exp_avg, moments)
+        with engine.parked():
+            engine.load_checkpoint(tmp_path / "other")
+        assert_same(weights(engine), wanted)
+        engine.step(batch)
+        other.step(batch)
+        assert_same(weights(engine), weights(other))
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_a_parked_engine_closes(restore: bool) -> None:
+    engine = Engine(build(llama), placement=PLACES["device"])
+    engine.step(tokens(0, 4))
+    wanted, model = weights(engine), engine.model
+    engine.park()
+    engine.close(restore=restore)
+    if restore:
+        assert_same({name: p.detach().cpu() for name, p in model.named_parameters()}, wanted)
+        assert {buffer.device.type for buffer in model.buffers()} == {own_device().type}
+        model(**{key: value.to(own_device()) for key, value in tokens(0, 4).items()})
+    with pytest.raises(OffloadError, match="closed"):
+        engine.resume()
+
+
+def test_a_park_without_room_on_the_host_changes_nothing() -> None:
+    """Break: give memory back before the copies are made."""
+    found = []
+    for budget in (1 << 12, None):
+        with Engine(build(llama), placement={**PLACES["device"], "host_memory": budget}) as engine:
+            engine.step(tokens(0, 4))
+            if budget:
+                with pytest.raises(DoesNotFitError, match="parked states"):
+                    engine.park()
+            engine.step(tokens(1, 4))
+            found.append(weights(engine))
+    assert_same(*found)
+
+
+def taken(resize: Any) -> Any:
+    """Return a `resize` that fails at the third block, once, as if another program had taken the memory."""
+    number = itertools.count(1)
+
+    def refuse(block: torch.UntypedStorage, num_bytes: int) -> None:
+        if num_bytes and next(number) == 3:
+            raise torch.OutOfMemoryError("taken")
+        resize(block, num_bytes)
+
+    return refuse
+
+
+def test_an_engine_stays_parked_while_others_have_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: do not give back what a failed resume has taken."""
+    found = []
+    for fails in (True, False):
+        with Engine(build(llama), placement=PLACES["device"]) as engine:
+            engine.step(tokens(0, 4))
+            engine.park()
+            blocks = memory_of(engine).device.blocks
+            with monkeypatch.context() as patch:
+                patch.setattr(blocks, "_resize", taken(blocks._resize))
+                for _ in range(fails):
+                    with pytest.raises(DoesNotFitError, match="stays parked"):
+                        engine.resume()
+                    assert_parked(engine)
+            engine.resume()
+            engine.step(tokens(1, 4))
+            found.append(weights(engine))
+    assert_same(*found)
+
+
+def looped(parks: bool, **place: Any) -> dict[str, torch.Tensor]:
+    """Train in a loop over `offload.wrap`, with and without a park after each part of it."""
+    model: Any
+    model, optimizer = offload.wrap(build(llama), offload.AdamW(lr=1e-2), **place)
+    engine = optimizer.engine
+
+    def park() -> None:
+        if parks:
+            with engine.parked():
+                assert_parked(engine)
+
+    for number in range(4):
+        set_seed(number)
+        park()
+        if parks:
+            model(**tokens(7, 2))  # a forward without a backward
+            park()
+        model(**tokens(number, 4)).loss.backward()
+        if parks:
+            with pytest.raises(ConfigError, match=r"engine\.park was called during a step"):
+                engine.park()
+        optimizer.step()
+        park()
+        optimizer.zero_grad()
+        park()
+    found = weights(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("place", ["device", "cpu"])
+def test_a_loop_of_ones_own_parks_between_steps(place: str) -> None:
+    assert_same(looped(True, **PLACES[place]), looped(False, **PLACES[place]))
+
+
+def on_ranks(parks: bool, stage: int, place: str) -> dict[str, torch.Tensor]:
+    """Job of a rank: train, and let rank 1 fail in a resume."""
+    with open_comm() as comm, Engine(build(llama), placement=PLACES[place], comm=comm, zero_stage=stage) as engine:
+        for number in range(3):
+            engine.step({key: value[2 * comm.rank :][:2] for key, value in tokens(number, 4).items()})
+            if not parks:
+                continue
+            engine.park()
+            assert_parked(engine)
+            blocks = memory_of(engine).device.blocks
+            with pytest.MonkeyPatch.context() as patch:
+                if comm.rank:
+                    patch.setattr(blocks, "_resize", taken(blocks._resize))
+                with pytest.raises(DoesNotFitError, match=r"\[rank 1\].*stays parked"):
+                    engine.resume()
+            assert_parked(engine)
+            engine.resume()
+        return weights(engine)
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"), quick([(3, "device"), (1, "cpu"), (3, "cpu"), (2, "nvme")], [(3, "device")])
+)
+def test_ranks_park_together(stage: int, place: str) -> None:
+    parked, plain = (ranks.run(2, on_ranks, parks=parks, stage=stage, place=place) for parks in (True, False))
+    for mine, wanted in zip(parked, plain, strict=True):
+        assert_same(mine, wanted)
