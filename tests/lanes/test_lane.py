@@ -320,30 +320,6 @@ def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
 # -- exposed waits -----------------------------------------------------------------------------------------------
 
 
-def test_busy_seconds_are_those_of_the_spans(open_threads):
-    lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6)})
-    lanes.timeline.begin_step()
-    tickets = [lanes.h2d.submit(nothing, name=name, num_bytes=10_000) for name in "abc"]
-    tickets.append(lanes.update.submit(lambda: time.sleep(0.01), name="d"))
-    within(lambda: lanes.wait(tickets))
-    begin = lanes.now()
-    lanes.record_compute("forward", begin)
-    _, times, spans = lanes.end_step()
-    assert set(times) == {"compute", *LANES}
-    assert times["h2d"].busy_seconds == pytest.approx(sum(t.end - t.begin for t in tickets[:3]))
-    assert times["update"].busy_seconds == pytest.approx(tickets[3].end - tickets[3].begin)
-    assert times["d2h"] == LaneTime(0.0, 0.0)
-    shown = [span for span in spans if span.lane != "compute"]
-    assert sorted(shown, key=lambda span: span.name) == [
-        (ticket.lane, name, ticket.begin, ticket.end) for ticket, name in zip(tickets, "abcd", strict=True)
-    ]
-    assert [(span.name, span.begin) for span in spans if span.lane == "compute"] == [("forward", begin)]
-    lanes.timeline.begin_step()
-    _, times, spans = lanes.end_step()
-    assert not spans
-    assert all(times[lane] == LaneTime(0.0, 0.0) for lane in LANES)
-
-
 def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
     """Compute waits for an H2D copy, which waits for an update."""
     lanes = open_threads({"h2d": Throttle(latency_s=0.1), "update": Throttle(latency_s=0.3)})

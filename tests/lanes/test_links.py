@@ -124,19 +124,6 @@ def test_links_do_not_share_throttles(open_threads):
     within(lambda: lanes.wait([getattr(lanes, name).submit(nothing) for name in (*SHARED["nvme_write"], "h2d")]))
 
 
-@pytest.mark.parametrize("throttle", [{}, {"nvme_read": Throttle(latency_s=0.001)}], ids=["free", "throttled"])
-def test_what_really_goes_on_at_once_is_shown_apart(open_threads, throttle):
-    lanes, chance = open_threads(throttle), random.Random(3)
-    lanes.timeline.begin_step()
-    begin = time.perf_counter()
-    tickets = [getattr(lanes, name).submit(lambda: time.sleep(chance.random() * 0.004)) for name in DISK * 20]
-    within(lambda: lanes.wait(tickets))
-    _, times, spans = lanes.end_step()
-    assert_apart(spans, {lane: times[lane].busy_seconds for lane in LANES}, time.perf_counter() - begin)
-    reads = [ticket for ticket in tickets if ticket.lane == "nvme_read"]
-    assert sum(ticket.end - ticket.begin for ticket in reads) > times["nvme_read"].busy_seconds or throttle
-
-
 def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
     """Includes a long piece's time around a short one, and counts no moment twice."""
     timeline, chance = Timeline(LANES), random.Random(5)

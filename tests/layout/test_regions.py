@@ -105,11 +105,6 @@ def test_planes_of_a_parameter(change, states, bytes_each):
     assert sum(plane.num_bytes(1) for plane in region.planes) == bytes_each
 
 
-@pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])
-def test_align(size, multiple, result):
-    assert align(size, multiple) == result
-
-
 @settings(max_examples=25)
 @given(models(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2048, 4096, 1 << 20]), st.integers(0, 3))
 def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, stage):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,15 +64,6 @@ def test_it_is_what_the_formula_says() -> None:
     assert torch.equal(weights, expected)
 
 
-def test_a_cut_changes_nothing() -> None:
-    for weights, borders in ((torch.randn(1024), (0, 64, 640, 1024)), (torch.randn(1024).bfloat16(), (0, 128, 1024))):
-        whole, part = weights.clone(), weights.clone()
-        descend(whole, [1.0], OF, lr=0.1)
-        for begin, end in pairwise(borders):
-            descend(part[begin:end], [1.0], OF._replace(element=OF.element + begin), lr=0.1)
-        assert torch.equal(whole, part)
-
-
 def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
     """bf16 weights without a master round the fp32 step stochastically.
 
@@ -99,18 +89,6 @@ def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
         for purpose in (ROUNDING, PURPOSE, PURPOSE + (1 << 16))
     ]
     assert not torch.isin(drawn[0], torch.cat(drawn[1:])).any(), "by words that no direction is made of"
-
-
-def test_steps_below_the_last_bit_of_a_weight_add_up() -> None:
-    """Rounded to nearest, steps with 1/50 of the last bit would never move a weight at 1."""
-    weights, num_steps = torch.ones(1 << 12, dtype=torch.bfloat16), 500
-    rate = 2.0**-8 / 50  # distance from 1 to the next smaller number, divided by 50
-    for step in range(num_steps):
-        descend(weights, [0.0], OF._replace(step=step), lr=rate, weight_decay=1.0)
-    expected = (1 - rate) ** num_steps
-    deviation = (num_steps / 50) ** 0.5 * 2.0**-8  # for summed roundings, one in fifty steps
-    assert 0.5 * deviation < float(weights.double().std()) < 1.5 * deviation
-    assert abs(float(weights.double().mean()) - expected) < 4 * deviation / len(weights) ** 0.5
 
 
 def test_what_overflows_as_it_is_rounded_is_counted() -> None:

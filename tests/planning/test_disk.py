@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -242,15 +241,3 @@ def test_the_ring_of_activations_is_bounded(host_bytes: int | None, shards: int)
     assert 1 << 18 <= size <= 1 << 24
     assert size <= max(1 << 18, 4 * shards * SHARD_MULTIPLE)
     assert size % (4 * PAGE_BYTES) == 0
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("has_low", [False, True])
-def test_all_frozen(has_low: bool, keeps: bool) -> None:
-    """Only weights and low halves go to disk. Frozen regions have no gradients."""
-    regions = [region(index, 5, trainable=False, has_low=has_low) for index in range(3)]
-    layout = chosen(regions, dict.fromkeys(KINDS, "nvme"), keeps, None)
-    wanted: Any = ("weights", "low") if has_low else ("weights",)
-    assert {layout.planes_on(DISK, one) for one in regions} == {wanted}
-    nothing = held(regions, layout, keeps)
-    assert nothing["cpu"] == sum(ring_bytes(layout, regions).values())
