@@ -58,6 +58,7 @@ RINGS = {
     "adapters": "offload.extras.adapters",
     "prefs": "offload.extras.prefs",
     "distill": "offload.extras.distill",
+    "contrastive": "offload.extras.contrastive",
     "data": "offload.extras.data offload.data",
     "plan": "offload.extras.plan offload.init offload.plan",
     "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report offload.verify",

@@ -188,9 +188,9 @@ class EquivalenceChecks:
         """Return the difference between the loss of the sample and the sum over its rows. Empty: none.
 
         No check for token batches: label weights are known for text. No check either for labelled batches without a row
-        split, because the model's own loss defines the label weights.
+        split, because the model's own loss defines the label weights, and for a loss that gathers the rows itself.
         """
-        if is_token_batch(sample, check_batch(sample)):
+        if is_token_batch(sample, check_batch(sample)) or as_loss(inputs.loss_fn).obstacle:
             return ""
         if inputs.form.is_whole:
             if all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks):

@@ -198,6 +198,7 @@ class Steps:
         try:
             known = self.known.look_up(batch, loss_fn)
             as_loss(loss_fn).check(known.rows, self._micro_rows)
+            as_loss(loss_fn).open(comm)
         except ConfigError as error:
             agree_on_pass(comm, RankBatch(operation, error_message=str(error)))  # raises on all ranks
             raise
@@ -308,7 +309,7 @@ class Steps:
         has_losses = self._num_passes > 1 or self._flow.execution_mode.cut == "calls"
         obstacle = inputs.form.obstacle
         if has_losses:
-            obstacle = obstacle or inputs.rule.obstacle
+            obstacle = obstacle or inputs.rule.obstacle or as_loss(inputs.loss_fn).obstacle
         if obstacle and (self._micro_rows is not None or self._num_passes > 1):
             self._stay_whole(obstacle)
 

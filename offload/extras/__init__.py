@@ -13,6 +13,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     },
     "conflicts": {
         "adapters": "offload.extras.adapters.conflicts:CONFLICTS",
+        "contrastive": "offload.extras.contrastive.conflicts:CONFLICTS",
         "distill": "offload.extras.distill.conflicts:CONFLICTS",
         "preferences": "offload.extras.prefs.conflicts:CONFLICTS",
         "forwards": "offload.extras.zeroth.conflicts:CONFLICTS",
@@ -38,6 +39,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "model form": {"tensors": "offload.extras.large.tensor_parallel:open_parts"},
     "objective": {
         **dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
+        "contrastive": "offload.extras.contrastive.objective:Contrastive",
         "distill": "offload.extras.distill.objective:FromTeacher",
     },
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},

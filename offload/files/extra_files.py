@@ -11,18 +11,26 @@ from offload.errors import ConfigError, shorten
 _MOST_NAME_BYTES = 255  # limit of Linux file systems
 
 
-def check_extra_files(files: Any, kind: str, own: Collection[str] = ()) -> None:
+def write_extra_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files by name. Raises OSError."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+
+def check_extra_files(files: Any, kind: str, own: Collection[str] = (), *, may_nest: bool = False) -> None:
     """Raise ConfigError unless `files` is a mapping of plain new file names to bytes. None is a mapping without files.
 
-    kind: of the folder, in words. own: names of files that the folder gets itself.
+    kind: of the folder, in words. own: names of files that the folder gets itself. may_nest: names may have a folder
+    of their own, as in `1_Pooling/config.json`.
     """
     if files is None:
         return
     if not isinstance(files, Mapping):
         raise ConfigError(f"files is {type(files).__name__}; it must be a mapping of file names to bytes.")
     for name, data in files.items():
-        # A path would reach into other folders.
-        if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name or "\0" in name:
+        if not isinstance(name, str) or not _is_plain(name, may_nest):
             raise ConfigError(
                 f"files has {name!r}, which is no name of a file in the {kind} folder: give a plain name."
             )
@@ -36,3 +44,11 @@ def check_extra_files(files: Any, kind: str, own: Collection[str] = ()) -> None:
             raise ConfigError(f"files has {type(data).__name__} under {name!r}; give bytes{hint}.")
         if name in own:
             raise ConfigError(f"files has {name!r}, which the {kind} folder gets from the model: give another name.")
+
+
+def _is_plain(name: str, may_nest: bool) -> bool:
+    """Return whether a name stays in its folder: a path could reach into others."""
+    parts = name.split("/")
+    if "\0" in name or len(parts) > 1 + may_nest:
+        return False
+    return all(part not in ("", ".", "..") for part in parts)

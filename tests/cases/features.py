@@ -25,6 +25,7 @@ from tests.cases.models import (
     adapted,
     bert,
     build,
+    embedder,
     first_row,
     freeze,
     gemma2,
@@ -249,6 +250,12 @@ def _from_teacher(model: nn.Module) -> Callable[[Any, Batch], Tensor]:
     from offload.extras.distill.losses import Distillation
 
     return Distillation(model.get_submodule("teacher"), beta=0.3, labels=0.2)
+
+
+def _info_nce(_model: nn.Module) -> Any:
+    from offload.extras.contrastive.losses import InfoNCE
+
+    return InfoNCE(sizes=(32, 16), margin=0.1)
 
 
 def _odd_experts() -> nn.Module:
@@ -536,6 +543,19 @@ CASES: dict[str, Case] = {
         bits={
             "lora": at(CPU),
             "dora-dropout-bf16": at(CPU, BF16, make=lora(llama, use_dora=True, lora_dropout=0.1)),
+        },
+    ),
+    "embeddings": Case(
+        embedder,
+        loss_of=_info_nce,
+        reference=None,
+        without={
+            "equals_reference": "tests/training/test_contrastive.py: the reference of the feature",
+            **dict.fromkeys(("ranks_are_one", "micro_batches_add_up"), "a pair of rows stays together"),
+        },
+        bits={
+            "embeddings": at(CPU),
+            "ranks-embeddings-bf16": at(NVME, _TWO, BF16, rows=8, micro_batch_size=2),
         },
     ),
     "each block twice": Case(Stack, **HANDMADE, stage=_twice, reference=_blocks_twice, is_fuzzed=True),

@@ -135,6 +135,11 @@ def bert(**settings: Any) -> nn.Module:
     return t.BertForMaskedLM(t.BertConfig(**SIZES | {"max_position_embeddings": 32} | settings))
 
 
+def embedder() -> nn.Module:
+    """Return an encoder without a head."""
+    return t.BertModel(t.BertConfig(**SIZES | {"max_position_embeddings": 32}), add_pooling_layer=False)
+
+
 def t5(**settings: Any) -> nn.Module:
     """One weight for encoder, decoder and head."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}

@@ -163,7 +163,7 @@ LONG = "word " * 40
         ({"prompt": LONG, "completion": "4"}, {}, "Raise --data.sequence_length, or set --data.train_on_prompt true."),
         (
             {"prompt": LONG, "chosen": "4", "rejected": "5"},
-            {"pairs": True, "packing": False},
+            {"grouped": "preference", "group": 2, "packing": False},
             "Raise --data.sequence_length.",
         ),
         ({"input_ids": [5] * 9, "labels": [-100] * 9}, {}, "Give rows with answers, labels or masks to train on, or"),

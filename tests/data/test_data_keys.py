@@ -24,11 +24,11 @@ from tests.data.asked import files_of, source_of
 NOT_IN_THE_KEY = """
 model_path is_pretrained
 sequence_length packing isolated group_by_length rope_limit stopping_strategy batch_size seed
-eval_sources pairs
+eval_sources grouped
 cache_dir num_workers no_pictures no_answers
 """
 """Settings of data without an effect on the tokens of a source: the place of the tokenizer (the key has its
-hash), the cut into rows and batches, other sources (pairs are a format), and who makes or refuses tokens.
+hash), the cut into rows and batches, other sources (groups are a format), and who makes or refuses tokens.
 """
 
 
@@ -45,7 +45,7 @@ def test_every_argument_with_an_effect_on_tokens_is_in_their_key(
         raise Reached(name)
 
     monkeypatch.setattr(prepare, "load_or_build", load_or_build)
-    monkeypatch.setattr(dataset, "_check_pairs", lambda *_args, **_more: None)
+    monkeypatch.setattr(dataset, "_check_grouped", lambda *_args, **_more: None)
     for name, text in (("a.txt", "some text"), ("b.txt", "other text"), ("c.txt", "held out")):
         (tmp_path / name).write_text(text)
     given: dict[str, Any] = {
@@ -63,6 +63,7 @@ def test_every_argument_with_an_effect_on_tokens_is_in_their_key(
         "stopping_strategy": "first_exhausted",
         "on_bad_row": "skip",
         "eval_share": 0.5,
+        "grouped": "preference",
         "no_pictures": "none",
         "no_answers": "none",
         "rope_limit": 8,

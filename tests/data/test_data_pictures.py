@@ -300,7 +300,7 @@ def test_what_does_not_go_is_refused(folders: dict[str, Path], tmp_path: Path) -
         prepared(path, tmp_path / "no template")
     pair = {"prompt": "<image>A", "chosen": "b", "rejected": "c", "images": ["squares/red.png"]}
     with pytest.raises(ConfigError, match=r"pair.jsonl:1 has pictures, and preferences are learned between texts"):
-        prepared(rows_file(tmp_path / "pair.jsonl", [pair]), folders["llava"], pairs=True)
+        prepared(rows_file(tmp_path / "pair.jsonl", [pair]), folders["llava"], grouped="preference", group=2)
 
 
 def test_rows_are_shown_with_the_names_of_their_pictures(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def test_an_answer_without_a_token_stays_beside_the_other() -> None:
 def build(dataset_of: Callable[..., Dataset]) -> Callable[..., Dataset]:
     def made(*paths: Path, weights: tuple[float | None, ...] = (None,), **more: Any) -> Dataset:
         sources = [source_of(str(path), "preference", weight=w) for path, w in zip(paths, weights, strict=False)]
-        settings = {"sequence_length": 48, "pairs": True, "batch_size": 3, "group_by_length": True}
-        return dataset_of(*sources, **settings | more)
+        grouped = {"grouped": "preference", "group": 2, "group_by_length": True}
+        return dataset_of(*sources, **grouped | {"sequence_length": 48, "batch_size": 3} | more)
 
     return made
 
@@ -295,7 +295,7 @@ def test_other_data_than_preferences_are_refused(
     write_lines: Callable[..., Path], dataset_of: Callable[..., Dataset]
 ) -> None:
     files = write_lines("rows.jsonl", *numbered(3)), write_lines("text.jsonl", {"text": "x y z"})
-    with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, and train.method is not sft"):
-        dataset_of(*files, pairs=True)
+    with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, and train.method needs preference"):
+        dataset_of(*files, grouped="preference", group=2)
     with pytest.raises(ConfigError, match=r"rows.jsonl has the format preference, .*: set --train.method dpo"):
         dataset_of(*files[::-1])

@@ -52,6 +52,7 @@ def turns(user: Any = None, **answer: Any) -> list[dict[str, Any]]:
 ALPACA = {"instruction": "two", "output": "B"}
 PAIR = {"prompt": "one", "completion": "B"}
 CHATS = {"prompt": turns()[:1], "completion": turns()[1:2]}
+ASKED = {"query": "one", "positive": "A"}
 LIKED = {"prompt": "one", "chosen": "A", "rejected": "B"}
 HUMAN = {"from": "human", "value": "one"}
 SECOND = "<assistant>A<|endoftext|><user>two<|endoftext|><assistant>[B"
@@ -93,6 +94,10 @@ OF_ROWS = [  # key, row, expected text or error action
     ("messages", {"messages": turns()[:1], "chosen": "A", "rejected": "B"}, "<user>one<|endoftext|><assistant>[A"),
     *((key, {"chosen": "A", "rejected": "B", key: "one"}, BadRow) for key in ("instruction", "question")),
     ("conversations", {"chosen": "A", "rejected": "B", "conversations": turns()[:1]}, BadRow),
+    ("negatives", {**ASKED, "negatives": ["B"]}, "[one]"),
+    ("negatives", {**ASKED, "negatives": '["B", "C"]'}, "[one]"),
+    *(("negatives", {**ASKED, "negatives": bad}, BadRow) for bad in ([1], 1, ["B", " "])),
+    ("negative", {**ASKED, "negative": "B"}, BadRow),
     ("images", {**ALPACA, "images": ["a.png"]}, BadRow),
     *((key, {"messages": turns(), key: ["a.bin"]}, BadRow) for key in ("image", "video", "videos", "audio", "audios")),
     ("functions", {"messages": turns(), "functions": [TOOL["function"]]}, BadRow),

@@ -50,7 +50,9 @@ def differing(one: Path, other: Path) -> list[str]:
 
 FILES: list[tuple[Any, str]] = [
     ({"../outside.txt": b""}, "no name of a file in the {} folder"),
-    ({"part/inside.txt": b""}, "no name of a file in the {} folder"),
+    ({"part/of/inside.txt": b""}, "no name of a file in the {} folder"),
+    ({"/outside.txt": b""}, "no name of a file in the {} folder"),
+    ({"part/../../outside.txt": b""}, "no name of a file in the {} folder"),
     ({1: b""}, "files has 1, which is no name"),
     ({"long" * 64: b""}, "a name of 256 bytes, and a file system takes at most 255"),
     ({"notes.txt": "text"}, "files has str under 'notes.txt'; give bytes, such as text.encode"),
@@ -67,6 +69,8 @@ def test_wrong_files_and_sizes_are_refused_before_anything_is_written(tmp_path: 
                 engine.export(tmp_path / "export", files=files)
             with pytest.raises(ConfigError, match=said.format("checkpoint")):
                 engine.save_checkpoint(tmp_path / "checkpoint", files=files)
+        with pytest.raises(ConfigError, match="no name of a file in the checkpoint folder"):
+            engine.save_checkpoint(tmp_path / "checkpoint", files={"part/inside.txt": b""})
         for size in (0, -1, 1.5, True, "5GB"):
             with pytest.raises(ConfigError, match=r"shard_bytes is .*; it must be a whole number of bytes"):
                 engine.export(tmp_path / "export", shard_bytes=size)  # type: ignore[arg-type]

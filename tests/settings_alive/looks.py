@@ -83,6 +83,8 @@ def write_files(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("{\n" + "".join(json.dumps({"text": line}) + "\n" for line in counted))
     pairs = [{"prompt": f"{n} and ", "chosen": f"{n + 1}" + "!" * (n % 3), "rejected": "no"} for n in range(24)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    queries = [{"query": f"after {n}?", "positive": f"{n + 1}!", "negatives": [f"{n} no"]} for n in range(24)]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(query) + "\n" for query in queries))
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_LLAMA))
     model.save_pretrained(folder / "model")

@@ -367,7 +367,9 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
 
 
 def test_data_of_another_kind_are_told(run: Any, pairs: str) -> None:
-    with pytest.raises(ConfigError, match=r"the format preference, and train.method is sft: set --train.method dpo"):
+    with pytest.raises(
+        ConfigError, match=r"preference, and train.method learns from single texts: set --train.method dpo"
+    ):
         run("sft", data__source=pairs)
     with pytest.raises(ConfigError, match=r"text.txt is a text, and train.method dpo, orpo and reward train on pairs"):
         run("text", train__method="dpo")

@@ -24,6 +24,7 @@ from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import (
     DOCUMENTS,
     CheckpointSection,
+    ContrastiveSection,
     DataSection,
     DistillSection,
     LoraSection,
@@ -73,6 +74,7 @@ class Config(BaseModel):
     lora: LoraSection = LoraSection()
     prefs: PrefsSection = PrefsSection()
     distill: DistillSection = DistillSection()
+    contrastive: ContrastiveSection = ContrastiveSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
 

@@ -1,17 +1,18 @@
 """Refused settings of a run."""
 
 from offload.app.config.rules import RULE_SETTINGS
-from offload.app.config.sections import PAIR_METHODS, DataSection, OptimizerSection
-from offload.conflicts import Condition, Conflict, is_above, is_set, is_unset, other_than, show
+from offload.app.config.sections import ROW_FORMATS, DataSection, OptimizerSection
+from offload.conflicts import Condition, Conflict, is_above, is_parallel, is_set, is_unset, other_than, show
 
+GROUPED = tuple(ROW_FORMATS)
 DATA = (
     Conflict("data.source", other_than(DataSection.model_fields["source"].default), "data.sources", is_set,
         "data.sources is set too", "put it into data.sources, as {path: ...}, or leave one of them out"),
 )  # fmt: skip
 """Rows for every configuration, also before a run is resumed."""
 SOURCES = (
-    Conflict("train.method", PAIR_METHODS, "origin.data.source", "default",
-        "data.source is not set", "name files of rows with a prompt, a chosen and a rejected answer",
+    Conflict("train.method", GROUPED, "origin.data.source", "default",
+        "data.source is not set", "name files of rows for this method",
         {"data.sources": is_unset}),
     Conflict("model.path", other_than(None), "origin.data.source", "default",
         "data.source is not set, so the model would be trained on the sources of Python's standard library",
@@ -42,6 +43,16 @@ RUN = (
     Conflict("train.micro_batch_size", is_above, "train.batch_size", is_set,
         "train.batch_size is {train.batch_size}",
         "set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size"),
+    Conflict("train.sequence_parallel", is_parallel, "train.method", GROUPED,
+        "the loss of train.method {train.method} compares whole sequences, which cannot be split over ranks",
+        "set --train.sequence_parallel 1, or --train.method sft"),
+    Conflict("data.packing", True, "train.method", GROUPED,
+        "train.method {train.method} compares documents, each in a separate row",
+        "leave it out, or set it to false", {"origin.data.packing": other_than("default", "resolved")}),
+    Conflict("data.packing_isolated", True, "train.method", GROUPED,
+        "train.method {train.method} does not pack rows", "leave it out"),
+    Conflict("data.group_by_length", True, "train.method", GROUPED,
+        "train.method {train.method} needs the rows in a mixed order", "leave it out"),
     Conflict("train.passes", is_above, "train.batch_size", is_set,
         "train.batch_size is {train.batch_size}",
         "set --train.passes to {train.batch_size} or less, or raise --train.batch_size"),
@@ -54,7 +65,7 @@ RUN = (
         {"train.steps": None, "train.epochs": None}),
     Conflict("data.group_by_length", True, "data.packing", True,
         "packed rows all have the same length", "set --data.packing false for one document in each row, or leave it "
-        "out", {"train.method": other_than(*PAIR_METHODS)}),
+        "out", {"train.method": other_than(*GROUPED)}),
     *(
         Conflict(f"optimizer.{key}", other_than(default),
             "optimizer.rules", _without(key),

@@ -23,7 +23,18 @@ _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
 """Smallest plausible budgets without a unit, in bytes: for text typed by a user, and for a bare number as a run writes
 them. Below, the unit was probably forgotten.
 """
-Format = Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
+Format = Literal[
+    "auto",
+    "text",
+    "jsonl",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "preference",
+    "contrastive",
+    "tokens",
+]
 _FORMATS = {**{name: name for name in get_args(Format)}, "completion": "jsonl", "chat_template": "messages"}
 """Format names; the last two come from axolotl."""
 _SOURCE_KEYS = ("path", "type", "split", "name", "revision", "weight", "columns")
@@ -254,6 +265,7 @@ Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
 Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_numbers)]
 Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: _as_sources(_as_structure(value)))]
 Columns = Annotated[dict[str, str], BeforeValidator(lambda value: _as_columns(_as_yaml(value)))]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
@@ -261,6 +273,8 @@ StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 PAIR_METHODS = ("dpo", "orpo", "reward")
 """Values of train.method with rows in pairs: a chosen and a rejected answer."""
+ROW_FORMATS = {**dict.fromkeys(PAIR_METHODS, "preference"), "contrastive": "contrastive"}
+"""By values of train.method, formats with several documents per row."""
 DOCUMENTS = "documents"
 """Value of model.attention for packed documents computed one by one."""
 PYTHON_PREFIX = "python:"
@@ -445,10 +459,11 @@ class TrainSection(Section):
         "eval_every",
     )
 
-    method: Literal["sft", "distill", "dpo", "orpo", "reward"] = "sft"
+    method: Literal["sft", "distill", "dpo", "orpo", "reward", "contrastive"] = "sft"
     """Training objective. sft: next-token loss on text. distill: learn the token probabilities of distill.teacher. For
     answer pairs (data.format preference): dpo, prefer the chosen answer more than the initial model does; orpo, prefer
-    and generate the chosen answer, without a reference model; reward, a scoring model with one output.
+    and generate the chosen answer, without a reference model; reward, a scoring model with one output. contrastive:
+    embeddings, from queries with answers (data.format contrastive).
     """
     beta: Positive = 0.1
     """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
@@ -456,6 +471,8 @@ class TrainSection(Section):
     """
     center_rewards_coefficient: Rate = 0.0
     """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
+    negatives: Natural = 0
+    """For contrastive: hard negatives of each query, the first ones in its row."""
     steps: Count | None = None
     """Optimizer steps. none: set by train.epochs or train.max_seconds. If all three are none: one pass over your data,
     or 400 steps over the built-in text.
@@ -465,9 +482,9 @@ class TrainSection(Section):
     max_seconds: Positive | None = None
     """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
-    """Sequences (or answer pairs) per step over all ranks."""
+    """Sequences (or answer pairs, or queries) per step over all ranks."""
     micro_batch_size: Count | None = None
-    """Sequences (or pairs) per pass on each rank; gradients accumulate. none: the whole batch at once."""
+    """Sequences (or pairs, or queries) per pass on each rank; gradients accumulate. none: the whole batch at once."""
     passes: Count = 1
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
@@ -498,9 +515,9 @@ class TrainSection(Section):
 
     @property
     def group(self) -> int:
-        """Rows learned together: 2 for a preference pair, else 1."""
-        if self.method in PAIR_METHODS:
-            return 2
+        """Rows learned together: a pair, or a query with its answer and negatives; else 1."""
+        if self.method in ROW_FORMATS:
+            return 2 + self.negatives
         return 1
 
     def num_groups(self, num_ranks: int) -> int:
@@ -718,6 +735,27 @@ class DistillSection(Section):
     """Divides the logits of teacher and model."""
     labels: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the next-token loss on the labels in the loss; the rest is the divergence."""
+
+
+class ContrastiveSection(Section):
+    """Contrastive learning of text embeddings (train.method contrastive)."""
+
+    pooling: Literal["auto", "mean", "last", "cls"] = "auto"
+    """Embedding of a text from its hidden states: the mean, the last, or the first. auto: as in the folder of the model
+    (1_Pooling of sentence-transformers); else mean, or last for a decoder.
+    """
+    temperature: Positive = 0.05
+    """Divides the cosine similarities; 1 / scale of sentence-transformers."""
+    symmetric: bool = True
+    """Also learn the query of each answer, in equal parts. false: only the answer to each query."""
+    sizes: Counts = ()
+    """Sum the loss over the first so many numbers of the embeddings, which then also work alone (matryoshka). none: all
+    numbers.
+    """
+    margin: Rate | None = None
+    """Leave out texts whose similarity to the query is above that of the answer by more than this: they are probably
+    answers too. none: all texts count, except known answers.
+    """
 
 
 class OffloadSection(Section):

@@ -214,7 +214,8 @@ def check_sequence_length(limit: int | None, sequence_length: int) -> None:
 class ModelKind:
     """Model kind and the matching Auto class.
 
-    Kinds: "causal", "masked" and "seq2seq" language models, and "reward" for a model with a single output.
+    Kinds: "causal", "masked" and "seq2seq" language models, "reward" for a model with a single output, and "embedding"
+    for a model of hidden states.
     """
 
     name: str
@@ -252,6 +253,8 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
     # A model with several labels is a classifier, and no method trains one.
     if architecture and architecture == _scorer_class(config) and config.num_labels == 1:
         return ModelKind("reward", transformers.AutoModelForSequenceClassification)
+    if architecture and architecture == _base_class(config):
+        return ModelKind("embedding", transformers.AutoModel)
     if config.is_encoder_decoder:
         possible.sort(key=lambda candidate: candidate.name != "seq2seq")
     elif not getattr(config, "is_decoder", False):  # as causal, a family with a masked head would see the target
@@ -285,17 +288,37 @@ def trained_config(config: PreTrainedConfig, method: str) -> PreTrainedConfig:
     """Return the configuration of the model that `train.method` trains, given the one at `model.path`."""
     if method == "reward":
         return to_scorer_config(config)
+    base = _base_class(config)
+    if method == "contrastive":
+        if not base or config.is_encoder_decoder:
+            raise ConfigError(
+                f"train.method is contrastive, but model type {config.model_type} has no class in transformers "
+                f"{transformers.__version__} with one hidden state per token; set --model.path to one that has."
+            )
+        return _with_architectures(config, [base])
+    if config.architectures == [base]:  # the method decides about the head
+        return _with_architectures(config, None)
     return config
+
+
+def _with_architectures(config: PreTrainedConfig, architectures: list[str] | None) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.architectures = architectures
+    return config
+
+
+def _base_class(config: PreTrainedConfig) -> str:
+    """Return the class without a head for a model type. Empty string: none, or several."""
+    return _class_name(transformers.models.auto.modeling_auto.MODEL_MAPPING, config)
 
 
 def _scorer_class(config: PreTrainedConfig) -> str:
     """Return the scoring class for a model type. Empty string: none."""
-    model_class = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(
-        type(config), None
-    )
-    if model_class is None:
-        return ""
-    return str(model_class.__name__)
+    return _class_name(transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, config)
+
+
+def _class_name(mapping: Any, config: PreTrainedConfig) -> str:
+    return str(getattr(mapping.get(type(config), None), "__name__", ""))
 
 
 def build_model(

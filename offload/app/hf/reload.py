@@ -25,10 +25,18 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 @dataclass(frozen=True)
 class LogitsProbe:
-    """A few tokens and their logits from the engine's model, fp32 on the CPU."""
+    """A few tokens and their logits from the engine's model, fp32 on the CPU. Without a head: the hidden states."""
 
     batch: Batch
     logits: torch.Tensor
+
+
+def _logits_of(outputs: Any) -> torch.Tensor:
+    """Return the logits, or without a head the hidden states, fp32 on the CPU."""
+    logits: torch.Tensor | None = getattr(outputs, "logits", None)
+    if logits is None:
+        logits = outputs["last_hidden_state"]
+    return logits.detach().to("cpu", torch.float32)
 
 
 def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> LogitsProbe:
@@ -43,7 +51,7 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> LogitsProb
         short = dict(batch)
     with in_eval_mode(engine.model):
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
-    return LogitsProbe(short, outputs.logits.detach().to("cpu", torch.float32))
+    return LogitsProbe(short, _logits_of(outputs))
 
 
 def check_buffers(engine: Any, batch: Callable[[], Batch], precision: str) -> None:
@@ -138,7 +146,7 @@ def check_logits(model: Any, probe: LogitsProbe, precision: str) -> str:
     Raises OffloadError if the difference is too large.
     """
     with torch.no_grad():
-        logits = model(**probe.batch).logits.to(torch.float32)
+        logits = _logits_of(model(**probe.batch))
     if torch.equal(logits, probe.logits):  # the usual case on a CPU
         return "logits bit-equal"
     difference, allowed = _distance(logits, probe, precision)

@@ -36,7 +36,7 @@ from offload.app.hf.names import CannotStream, Conversion, describe_conversions,
 from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
 from offload.errors import ConfigError, DiskError, OffloadError, counted, format_bytes, shorten, system_code, warn
 from offload.files.atomic_folder import clear, replace_folder
-from offload.files.extra_files import check_extra_files
+from offload.files.extra_files import check_extra_files, write_extra_files
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, tensor_reader
 from offload.files.sources import SHARD_BYTES, ReadValues
 from offload.native.io import because, sync_path
@@ -99,14 +99,13 @@ def write_model(
     own = tuple(name for name in files or () if _WEIGHTS.fullmatch(str(name)))
     if isinstance(model, transformers.PreTrainedModel):
         own = ("config.json", "generation_config.json", *own)
-    check_extra_files(files, "export", own)
+    check_extra_files(files, "export", own, may_nest=True)
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_export_folder(folder, replace)
     plan = _ExportPlan(model, dtype)
     # The plan is complete by now: an impossible export leaves no folder.
     with export_folder(folder, replace) as temporary:
-        for name, data in (files or {}).items():
-            (temporary / name).write_bytes(data)
+        write_extra_files(files or {}, temporary)
         write_configuration(model, temporary, plan.main_dtype, _tokenizer_in(temporary))
         written = _write_weights(model, plan, get, temporary, shard_bytes, tell)
         tally = Tally(sum(entry.end - entry.begin for each in written for entry in each.entries.values()))
@@ -356,7 +355,7 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
                 shutil.rmtree(leftover)  # left by a killed export
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.iterdir():
+        for path in temporary.rglob("*"):
             sync_path(path)
         # The name comes last: a power cut leaves a complete folder or none.
         sync_path(temporary)

@@ -76,6 +76,8 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     if "rewards/accuracies" in fields:
         parts["accuracy"] = f"accuracy {fields['rewards/accuracies']:.2f}"
         parts["margin"] = f"margin {fields['rewards/margins']:.3g}"
+    if "accuracy" in fields:
+        parts["accuracy"] = f"accuracy {fields['accuracy']:.2f}"
     parts["speed"] = f"{fields['tokens_per_second']:,.0f} tok/s"
     parts["device"] = f"device {format_bytes(fields['peak_device_bytes'])}"
     parts["host"] = f"host {format_bytes(fields['peak_host_bytes'])}"

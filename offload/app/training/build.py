@@ -120,6 +120,11 @@ class RunSetup(NamedTuple):
                 f"train.method is {method}, but the given model is not a transformers model, whose outputs have "
                 "logits: give a transformers model, or train.method sft."
             )
+        if (kind.name == "embedding") != (method == "contrastive"):
+            raise ConfigError(
+                f"the given model is a {kind.name} one, but train.method is {method}: contrastive needs a model of "
+                "hidden states (AutoModel), and the other methods one with a head."
+            )
         if (kind.name == "reward") != (method == "reward"):
             raise ConfigError(
                 f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "

@@ -12,6 +12,7 @@ from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import DOCUMENTS, OffloadSection
+from offload.app.training.objectives import OBJECTIVES
 from offload.app.training.task import Task
 from offload.engine.engine import Engine
 
@@ -61,6 +62,7 @@ def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None)
     defaults = RULE_SETTINGS[config.optimizer.name].defaults
     values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
     values |= _default_end(config, start)
+    values |= OBJECTIVES[config.train.method].decide(config)
     if config.train.group > 1:  # each answer has a separate row
         values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
     return decide(config.with_resolved(**values), FROM_START, start)

@@ -23,6 +23,7 @@ _PRINTED = {
     "bits_per_byte": "{:.4f} bits a byte",
     "rewards/accuracies": "accuracy {:.2f}",
     "rewards/margins": "margin {:.3g}",
+    "accuracy": "accuracy {:.2f}",
 }
 """Printed metrics and their formats."""
 

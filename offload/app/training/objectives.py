@@ -56,6 +56,14 @@ class Objective:
         return None
 
     @classmethod
+    def decide(cls, _config: Config, /) -> Mapping[str, Any]:
+        """Return open settings of the method, decided before the data are read, as for `Config.with_resolved`.
+
+        Raises ConfigError.
+        """
+        return {}
+
+    @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Objective:
         """Return the objective for a configuration and a model kind. Raises ConfigError."""
         return choose_objective(model_kind, tokenizer=tokenizer, vocab_size=vocab_size, seed=config.run.seed)
@@ -74,6 +82,10 @@ class Objective:
         and DiskError.
         """
         return data, {}
+
+    def export_files(self, _config: Config, _model: Any, /) -> Mapping[str, bytes]:
+        """Return further files of an export, by name, for a library that reads it."""
+        return {}
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         """Return the model batch for a step. Deterministic per step.

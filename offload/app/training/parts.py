@@ -12,7 +12,7 @@ from torch import nn
 from offload.amounts import Amount, Tally, Tell
 from offload.app.config.config import Config
 from offload.app.training.lr import learning_rate, restart_factor
-from offload.app.training.task import Task
+from offload.app.training.task import Task, unit_of
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import counted, plural, ratio
@@ -78,10 +78,7 @@ def describe_length(config: Config, data: Task) -> Iterator[str]:
     if steps is None:
         return
     epochs = steps * data.batch_size / data.num_train_rows
-    unit = "pair"
-    if data.group == 1:
-        unit = "row"
-    rows = counted(data.batch_size // data.group, unit)
+    rows = counted(data.batch_size // data.group, unit_of(data.group))
     passes = f"{ratio(epochs)} {plural('epoch', epochs)}"
     yield f"steps: {steps:,} of {rows}: {passes}"
     if config.has_own_data and not _LEAST_EPOCHS <= epochs <= _MOST_EPOCHS:

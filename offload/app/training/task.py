@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from offload.app.training.objectives import Batch, Objective
 
 
+def unit_of(group: int) -> str:
+    """Return the word for `group` neighbouring rows that stay together."""
+    return {1: "row", 2: "pair"}.get(group, "group")
+
+
 class Task(Protocol):
     """Rows for training and evaluation. Any order, but the same batch for the same step, rank and number of ranks.
 
@@ -57,7 +62,7 @@ class Task(Protocol):
 
     @property
     def group(self) -> int:
-        """Neighbouring rows that stay together: 2 for preferences."""
+        """Neighbouring rows that stay together, such as a pair of answers."""
 
     @property
     def num_train_rows(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, Chunk
 from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.errors import ConfigError, nearest
@@ -45,8 +46,12 @@ class Loss:
                 return self._mean(softplus(sums[1::2] - sums[::2]), batch)
     """
 
-    group: ClassVar[int] = 1
+    group: int = 1
     """Rows per group."""
+    obstacle: str = ""
+    """Reason why the losses of parts of a batch do not add up: terms have rows of other groups. `of` then gets all rows
+    of a rank at once, rows without targets as they are. Units still cut the batch into micro-batches.
+    """
     needs: Needs = Needs.OUTPUTS
     """First argument of `of`."""
     own: ClassVar[frozenset[str]] = frozenset()
@@ -82,6 +87,9 @@ class Loss:
                     f"{subject} {number} rows, but the loss {type(self).__name__} needs groups of {self.group} rows: "
                     f"use a multiple of {self.group}."
                 )
+
+    def open(self, comm: Comm) -> None:
+        """Prepare for a step or an evaluation. `comm`: the ranks whose rows are one batch."""
 
     def begin(self) -> None:
         """Begin a pass: drop earlier metrics."""

@@ -123,7 +123,7 @@ class Losses:
             self.num_chunks = 1
             share = _share_of_loss(inputs)
             loss_fn = inputs.loss_fn
-            if not share:  # a mean over no targets is NaN, and 0 * NaN too
+            if not share and not as_loss(loss_fn).obstacle:  # a mean over no targets is NaN, and 0 * NaN too
                 batch, loss_fn = _without_ignored(batch), _finite(loss_fn)
             loss = _scale(run_loss(self._model, batch, loss_fn, has_backward=self.has_backward), share, inputs)
             if runs_backward and loss.requires_grad:

@@ -33,12 +33,13 @@ from offload.errors import (
     unless_no_folder,
 )
 from offload.extras.adapters.residual import BaseReads, from_bytes, to_plain_lora
+from offload.files.extra_files import write_extra_files
 from offload.files.pointers import refuse_pointers
 from offload.files.sources import Source
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names that PEFT uses."""
-_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "reward": "SEQ_CLS"}
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "reward": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
 """PEFT task types by model kind. PEFT has no type for masked models."""
 _NUM_NAMES = 12  # modules listed in an error
 _HEADS = ("classifier", "score")  # of classification models
@@ -351,8 +352,7 @@ def write_adapter(
             raise OffloadError(
                 f"{temporary / WEIGHTS} differs from what was written when it is read back: use another disk."
             )
-        for name, data in files.items():
-            (temporary / name).write_bytes(data)
+        write_extra_files(files, temporary)
         return sum(value.nbytes for value in file_weights.values())
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from offload.app.training.task import unit_of
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.extras.data.encoder import Encoder, Progress
+from offload.extras.data.formats import GROUPINGS, Grouping
 from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout, Rows
 from offload.extras.data.picture_encoder import PictureInputs
@@ -58,7 +60,7 @@ class Dataset:
     tokenizer: Any
     """Tokenizer. None: the data is token ids."""
     batch_size: int
-    """Rows per step; a preference pair counts as two."""
+    """Rows per step; each document of a group is a row."""
     seed: int
     """Seed for the row order."""
     notes: tuple[str, ...] = ()
@@ -98,8 +100,14 @@ class Dataset:
 
     @property
     def group(self) -> int:
-        """Neighbouring rows that stay together: 2 for preferences."""
+        """Neighbouring rows that stay together, such as a pair of answers."""
         return self.train.group
+
+    @property
+    def grouping(self) -> Grouping:
+        """What the rows of a group are called."""
+        (data_format,) = self.sources[0].source.formats
+        return GROUPINGS[data_format]
 
     @property
     def evals(self) -> dict[str, RowSet]:
@@ -149,7 +157,7 @@ class Dataset:
         """Row counts and row layout, in words."""
         group, rows = self.group, "rows"
         if group > 1:
-            rows = "pairs of rows"
+            rows = f"{unit_of(group)}s of rows"
         return (
             f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
             f"{self.num_eval_rows // group:,} to evaluate; {self.layout_description}"
@@ -163,7 +171,7 @@ class Dataset:
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
         if self.group > 1:
-            return "a row for the chosen answer, and one for the rejected one"
+            return self.grouping.layout
         if self.by_length:
             return "a document a row, those of a batch of about one length"
         return "a document a row"
@@ -369,7 +377,7 @@ def build_dataset(settings: DataSettings, progress: Progress = _tell_nobody) -> 
     evaluation = [RowSource(source, settings, is_evaluated=True) for source in settings.eval_sources]
     _check_disjoint(training, evaluation)
     row_sources = [*training, *evaluation]
-    _check_pairs(row_sources, pairs=settings.pairs)
+    _check_grouped(row_sources, settings.grouped)
     _check_kinds(row_sources, settings)
     encoder = Encoder.open(row_sources, settings, progress)
     loaded = encoder.tokenizer
@@ -390,8 +398,8 @@ def build_dataset(settings: DataSettings, progress: Progress = _tell_nobody) -> 
     # An empty set keeps the layout, for a data set without held-out rows.
     held_out = [each.eval for each in trained if each.eval.num_rows] or [trained[0].eval]
     batching = MixedBatching()
-    # Rows of a stream are all full, and a pair stays together whatever its lengths.
-    if settings.group_by_length and layout is False and not settings.pairs:
+    # Rows of a stream are all full, and a group stays together whatever its lengths.
+    if settings.group_by_length and layout is False and not settings.grouped:
         batching = LengthBatching()
     pictures = None
     if encoder.processor is not None:
@@ -465,15 +473,18 @@ def _check_disjoint(training: Sequence[RowSource], evaluation: Sequence[RowSourc
                 )
 
 
-def _check_pairs(sources: Sequence[RowSource], *, pairs: bool) -> None:
-    """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
-    other = next((each for each in sources if (each.formats == {"preference"}) != pairs), None)
-    if other is not None:
-        formats = ", ".join(sorted(other.formats))
-        method, fix = "is sft", "set --train.method dpo, orpo or reward"
-        if pairs:
-            method, fix = "is not sft", "name rows of prompt, chosen, rejected"
-        raise ConfigError(f"{other} has the format {formats}, and train.method {method}: {fix}.")
+def _check_grouped(sources: Sequence[RowSource], grouped: str) -> None:
+    """Raise ConfigError unless all sources have the format `grouped`, or without one none has such a format."""
+    for each in sources:
+        others = each.formats - {grouped}
+        if grouped and others:
+            method, fix = f"needs {grouped}", f"name rows of {GROUPINGS[grouped].keys}"
+        elif not grouped and (unfit := others & GROUPINGS.keys()):
+            method, fix = "learns from single texts", f"set --train.method {GROUPINGS[min(unfit)].methods}"
+        else:
+            continue
+        formats = ", ".join(sorted(each.formats))
+        raise ConfigError(f"{each} has the format {formats}, and train.method {method}: {fix}.")
 
 
 def _check_kinds(sources: Sequence[RowSource], settings: DataSettings) -> None:
@@ -493,7 +504,7 @@ def _check_kinds(sources: Sequence[RowSource], settings: DataSettings) -> None:
 def _mix(parts: Sequence[Rows], weights: Sequence[float | None], strategy: StoppingStrategy) -> RowSet:
     """Return the rows of all sources together, by their weights."""
     group = parts[0].group
-    # In pairs first, so a quota never cuts a preference in two.
+    # In groups first, so a quota never cuts one.
     numbers = [part.num_rows // group for part in parts]
     return Mixture.of(parts, [group * each for each in quotas(numbers, weights, strategy)])
 

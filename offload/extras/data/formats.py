@@ -20,7 +20,7 @@ from offload.errors import ConfigError, first_names, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
 from offload.extras.data.packing import IGNORE
 from offload.extras.data.pictures import PictureMatcher, has_picture
-from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text, common_prefix_length
+from offload.extras.data.records import Chat, Group, Ids, Pair, Preference, Record, Text, common_prefix_length
 from offload.extras.data.row_keys import (
     MARKS,
     NO_VARIABLES,
@@ -65,6 +65,35 @@ _SHAREGPT_ROLES = {
     "model": "assistant",
     "tool": "tool",
     "observation": "tool",
+}
+
+
+class Grouping(NamedTuple):
+    """What a format with several documents per row calls them. They stay together, each in a row of a batch."""
+
+    methods: str
+    """Training methods for the format, for messages."""
+    keys: str
+    """Keys of a row, for messages."""
+    members: tuple[str, ...]
+    """Names of the documents. The last name is also that of all further ones."""
+    layout: str
+    """The rows of a batch, in words."""
+
+
+GROUPINGS = {
+    "preference": Grouping(
+        "dpo, orpo or reward",
+        "prompt, chosen, rejected",
+        ("chosen", "rejected"),
+        "a row for the chosen answer, and one for the rejected one",
+    ),
+    "contrastive": Grouping(
+        "contrastive",
+        "query, positive, negatives",
+        ("query", "positive", "negative"),
+        "a row for each query, its answer and each hard negative",
+    ),
 }
 RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})
 """Formats with one `Chat` per row."""
@@ -502,6 +531,22 @@ def _parse_preference(row: Row) -> Preference:
     return Preference(where, *chats)
 
 
+def _parse_contrastive(row: Row) -> Group:
+    """Return the query, its answer, and all hard negatives. Raises BadRow."""
+    record, where = row.values, row.where
+    negatives = record.get("negatives")
+    if _is_list_as_text(negatives):
+        negatives = typed(negatives)  # in a table of strings
+    if not isinstance(negatives, list):
+        negatives = [] if is_empty(negatives) else [negatives]
+    named = [("query", record["query"]), ("positive", record["positive"]), *(("negatives", each) for each in negatives)]
+    texts = tuple(_string(text, key, where) for key, text in named)
+    for (key, _), text in zip(named, texts, strict=True):
+        if not text.strip():
+            raise BadRow(f"{where}: {key!r} has an empty text (data.format=contrastive).")
+    return Group(where, texts)
+
+
 def _said_once(prompt: Any, answers: list[Any]) -> tuple[Any, list[Any]]:
     """Return prompt and answers as they are, or the prompt once, if both answers are texts that begin with it.
 
@@ -759,6 +804,7 @@ FORMATS = {
         Format("alpaca", ("instruction", "output"), _parse_alpaca),
         Format("prompt-completion", ("prompt", "completion"), _parse_completion),
         Format("preference", ("chosen", "rejected"), _parse_preference),
+        Format("contrastive", ("query", "positive"), _parse_contrastive),
         Format("tokens", ("input_ids",), _parse_ids),
     )
 }

@@ -55,7 +55,7 @@ def _key(source: RowSource, encoder: Encoder) -> str:
     inputs = (
         code_hash("extras/data"),
         versions(),
-        (source.files_hash, source.eval_share, source.on_bad_row, source.is_evaluated),
+        (source.files_hash, source.eval_share, source.on_bad_row, source.is_evaluated, source.group),
         (source.vocab_size, encoder.train_on_prompt),
         rules_hash,
         encoder.ends,

@@ -1,4 +1,4 @@
-"""Records: what a row, a document or a piece of a document says, in five types for all formats."""
+"""Records: what a row, a document or a piece of a document says, in six types for all formats."""
 
 from __future__ import annotations
 
@@ -111,6 +111,17 @@ class Preference(Record):
     @property
     def texts(self) -> list[str]:
         return [*self.chosen.texts, *self.rejected.texts]
+
+
+@dataclass(frozen=True)
+class Group(Record):
+    """A query, its answer, and hard negatives: texts to compare."""
+
+    members: tuple[str, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        return [*self.members]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from offload.extras.data.rows import BadRow
 
 _CHATS = frozenset({"messages", "sharegpt", "alpaca"})
 _PAIRS = frozenset({"preference"})
+_GROUPS = frozenset({"contrastive"})
 WITH_ANSWERS = _CHATS | _PAIRS | {"prompt-completion"}
 """Formats with answers."""
 _TOKENS = frozenset({"tokens"})
@@ -205,6 +206,8 @@ ROW_KEYS = (
         _ANSWER_IS_BAD,
         _is_good,
     ),
+    RowKey("negatives", "text, or list of texts", "hard negatives: texts that do not answer the query", _GROUPS),
+    _other_name("negative", "negatives", _GROUPS),
     RowKey("labels", "list of whole numbers, or JSON", "a token with label -100 is not trained", _TOKENS),
     RowKey("attention_mask", "list of numbers or booleans, or JSON", "a token outside is dropped", _TOKENS),
     *(

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
+from offload.errors import counted
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import CHAT_FORMATS, RENDERED_FORMATS, detect_format, read_records
-from offload.extras.data.records import Chat, Ids, Preference, Record
+from offload.extras.data.records import Chat, Group, Ids, Preference, Record
 from offload.extras.data.rows import BadRow
 from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import (
@@ -35,6 +36,7 @@ class RowSource:
         self.on_bad_row = settings.on_bad_row
         # It decides the width of the ids in a .bin file.
         self.vocab_size = settings.vocab_size
+        self.group = settings.group
         self.eval_share = settings.eval_share
         # Nothing is held out from an eval source, so all of it counts as its training part.
         if is_evaluated:
@@ -61,11 +63,6 @@ class RowSource:
     def has_chats(self) -> bool:
         """True if some file holds prompts and answers instead of plain text."""
         return bool(self.formats & CHAT_FORMATS)
-
-    @property
-    def has_pairs(self) -> bool:
-        """True if each record is two documents: chosen and rejected answer."""
-        return "preference" in self.formats
 
     @property
     def uses_template(self) -> bool:
@@ -105,6 +102,8 @@ class RowSource:
         """
         for file in self.files:
             for index, record in enumerate(read_records(file, self.vocab_size, findings.unread)):
+                if isinstance(record, Group):
+                    record = self._cut(record)
                 if isinstance(record, BadRow):
                     findings.handle(record)
                     continue
@@ -116,6 +115,16 @@ class RowSource:
                 if file.is_whole:
                     held_out = file.name in self._held_out
                 yield held_out, name, record
+
+    def _cut(self, record: Group) -> Group | BadRow:
+        """Return the query, the answer and the first hard negatives, as many as each row has."""
+        missing = self.group - len(record.members)
+        if missing > 0:
+            return BadRow(
+                f"{record.where} has {counted(len(record.members) - 2, 'hard negative')}, and train.negatives is "
+                f"{self.group - 2}: lower --train.negatives, or give {counted(missing, 'more text')} in 'negatives'."
+            )
+        return replace(record, members=record.members[: self.group])
 
     def _first_records(self) -> Iterator[Record]:
         # Skipping bad rows is for this look alone: the policy of the run applies later.

@@ -40,8 +40,10 @@ class DataSettings:
     packing: bool = True
     isolated: bool | None = False
     """Separate packed documents from each other. None: only for data with conversations."""
-    pairs: bool = False
-    """The data are preferences. A batch has `batch_size` row pairs."""
+    grouped: str = ""
+    """Format with several documents per row (in `GROUPINGS`). Empty: any other format."""
+    group: int = 1
+    """Documents per row that stay together. A batch has `batch_size` groups of rows."""
     no_pictures: str = ""
     """Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and each document
     is a row for any `packing`.
@@ -54,5 +56,5 @@ class DataSettings:
     rope_limit: int | None = None
     """As in `Dataset`."""
     batch_size: int
-    """Rows (or pairs) per step."""
+    """Rows (or groups) per step."""
     seed: int = 0

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from offload.app.training.task import unit_of
 from offload.errors import ConfigError, counted, ratio
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import unread_note
@@ -56,10 +57,7 @@ class SourceRows:
                 f"data.{setting} {effect}, but a one-dimensional file of tokens marks no documents. Set "
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
-        group = 1
-        if source.has_pairs:
-            group = 2
-        train, held_out = (Rows.over(each, settings.sequence_length, layout, pad_id, group) for each in files)
+        train, held_out = (Rows.over(each, settings.sequence_length, layout, pad_id, source.group) for each in files)
         layouts = train, held_out
         if source.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             # Documents are held out by hash. Of few documents, one side may have got none.
@@ -90,7 +88,7 @@ class SourceRows:
         length, layout = self.train.sequence_length, self.train.packing is True
         # Each remedy is tried on the files, so an error never names one without effect.
         has_longer = any(self._has_target(each, max(each.num_tokens, 2), layout) for each in files)
-        may_unmask = not (source.has_pairs or train_on_prompt)
+        may_unmask = source.group == 1 and not train_on_prompt
         or_unmask = ""
         if may_unmask and any(self._has_target(each.unmasked(), length, layout) for each in files):
             or_unmask = ", or set --data.train_on_prompt true"
@@ -127,9 +125,9 @@ class SourceRows:
         number = sum(each.num_documents for each in self.files)
         if source.has_chats:
             kind = "conversation"
-        # Each answer is a document.
-        if source.has_pairs:
-            kind, number = "pair", number // 2
+        # Each member of a group is a document.
+        if source.group > 1:
+            kind, number = unit_of(source.group), number // source.group
         in_files = ""
         if len(source.files) > 1:
             in_files = f" ({counted(len(source.files), 'file')})"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from offload.app.config.config import Config
-from offload.app.config.sections import DataSection
+from offload.app.config.sections import ROW_FORMATS, DataSection
 from offload.app.user_cache import default_cache_dir
 from offload.errors import ConfigError
 from offload.extras.data.cache import unusable
@@ -162,9 +162,9 @@ class FileRows:
         from offload.extras.data.dataset import build_dataset
         from offload.extras.data.settings import DataSettings
 
-        data, has_pairs = config.data, config.train.group > 1
-        if has_pairs:
-            data = data.model_copy(update={"format": "preference"})
+        data, grouped = config.data, ROW_FORMATS.get(config.train.method, "")
+        if grouped:
+            data = data.model_copy(update={"format": grouped})
         # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
         if model_kind.name == "masked" and FileRows.trains_tokenizer(config):
             vocabulary -= 1
@@ -183,8 +183,9 @@ class FileRows:
             packing=data.packing,
             isolated=_isolated(data, model_kind),
             group_by_length=_grouped(config),
-            pairs=has_pairs,
-            train_on_prompt=data.train_on_prompt and not has_pairs,
+            grouped=grouped,
+            group=config.train.group,
+            train_on_prompt=data.train_on_prompt and not grouped,
             eval_share=float(data.eval_share or 0),
             on_bad_row=data.on_bad_row,
             stopping_strategy=data.stopping_strategy,

@@ -14,7 +14,7 @@ from offload.extras.data.chat import ChatRenderer, Segments
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import pieces_of
 from offload.extras.data.pictures import PictureDocument
-from offload.extras.data.records import Chat, Ids, Pair, Preference, Record, Text
+from offload.extras.data.records import Chat, Group, Ids, Pair, Preference, Record, Text
 from offload.extras.data.rows import BadRow
 
 _BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
@@ -194,6 +194,8 @@ class TextEncoder:
             )
         if isinstance(record, Preference):
             return [self._draft_answer(request, record.chosen), self._draft_answer(request, record.rejected)]
+        if isinstance(record, Group):
+            return [_Draft(request, [(text, True)], is_framed=True) for text in record.members]
         if isinstance(record, Text):
             pieces = list(pieces_of(record.text))
             # A long document is cut at line ends, so tokenization in pieces rarely splits a token.
@@ -224,8 +226,8 @@ class TextEncoder:
 
     def _finish_document(self, draft: _Draft, tokens: TokenizedText) -> EncodedDocument | None:
         """Return a document, or None for a document without a token."""
-        # Both documents of a preference must stay side by side.
-        may_be_empty = isinstance(draft.request.record, Preference)
+        # The documents of one row must stay side by side.
+        may_be_empty = isinstance(draft.request.record, Preference | Group)
         if not len(tokens.ids) and draft.opens and draft.closes and not may_be_empty:
             return None
         if draft.is_framed and draft.opens and self._prefix:
@@ -243,6 +245,8 @@ class TextEncoder:
             closing += self._suffix
         # A template may write a line end after the EOS, and a line end may be several tokens.
         is_ended = draft.text.rstrip().endswith(self._eos_text) and self._eos in tokens.ids
+        # An embedding is of the tokens that the tokenizer itself gives a text.
+        is_ended = is_ended or isinstance(draft.request.record, Group)
         if self._eos is not None and self._eos not in closing and not is_ended:
             closing.append(self._eos)
         return tokens.with_frame((), closing)

@@ -17,6 +17,7 @@ from offload.app.training.decisions import FROM_NUM_STEPS, decide
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import stages
 from offload.app.training.resume import ResumePoint
+from offload.app.training.task import unit_of
 from offload.errors import counted, ratio
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.packing import Layout, best_fit
@@ -62,8 +63,8 @@ class Sample:
     """Step, from 1."""
     row: int
     """Row within the step, from 1."""
-    answer: str
-    """chosen or rejected, in a pair; empty for other rows."""
+    place: str
+    """Group and name there, such as `pair 3, chosen`; empty for other rows."""
     source: str
     num_trained: int
     num_padding: int
@@ -81,8 +82,8 @@ class Sample:
             pictures = f"; with {', '.join(self.pictures)}"
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
         position = f"row {self.row}"
-        if self.answer:
-            position = f"pair {-(-self.row // 2)}, {self.answer}"
+        if self.place:
+            position = self.place
         return (
             f"step {self.step}, {position}, of {self.source}: "
             f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
@@ -152,7 +153,7 @@ class DataView:
     sequence_length: int
     batch_size: int
     group: int
-    """Rows that stay together: 2 for preference pairs."""
+    """Rows that stay together, such as a pair of answers."""
     num_train_rows: int
     """Rows per epoch."""
     num_eval_rows: int
@@ -179,7 +180,7 @@ class DataView:
     ) -> DataView:
         """Build the preview.
 
-        `num_samples`: sample rows (or pairs) from the first step on, at most those of the run. `num_steps`: 0 is no
+        `num_samples`: sample rows (or groups) from the first step on, at most those of the run. `num_steps`: 0 is no
         limit. `most_tokens`: positions in the model. None: no limit.
         """
         num_samples = min(num_samples, num_steps * data.batch_size // data.group or num_samples) * data.group
@@ -246,7 +247,7 @@ def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size, "row")
     if view.group > 1:
-        rows = counted(view.batch_size // view.group, "pair")
+        rows = counted(view.batch_size // view.group, unit_of(view.group))
     length = f"steps of {rows}"
     # Without a limit, the run ends for another reason, such as time.
     if view.num_steps:
@@ -369,14 +370,16 @@ def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> lis
         pieces = _pieces(data.tokenizer, ids[index], kind_indices, borders)
         num_trained, num_padding = int((kind_indices == 1).sum()), int((kind_indices == 2).sum())
         name = data.sources[owners[index]].name
-        answer = ""
+        place = ""
         if data.group > 1:
-            answer = ("chosen", "rejected")[index % 2]
+            group, member = divmod(index, data.group)
+            names = data.grouping.members
+            place = f"{unit_of(data.group)} {group + 1}, {names[min(member, len(names) - 1)]}"
         pictures = tuple[str, ...]()
         if picture_documents is not None:
             pictures = tuple(each.name for each in picture_documents[index].pictures)
         counts = num_trained, num_padding, len(borders)
-        samples.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
+        samples.append(Sample(step + 1, index + 1, place, name, *counts, pictures, tuple(pieces)))
     return samples
 
 

@@ -17,7 +17,7 @@ from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch, Chunk
 from offload.engine.loss.chunked_head import ROUNDED_TO, ChunkedHead, HeadInputs
 from offload.engine.loss.label_trials import find_base_model
-from offload.engine.loss.loss import Loss, as_loss, run_loss, select_inputs
+from offload.engine.loss.loss import Loss, LossFunction, as_loss, run_loss, select_inputs
 from offload.engine.prepare import EnginePlan
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.attention import ATTENTIONS, attention_for
@@ -54,7 +54,7 @@ class CannotMeasureError(Exception):
 class BatchSpec:
     """Batch shape for a step on one rank.
 
-    model_kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
+    model_kind: causal, masked, reward, embedding or seq2seq. A seq2seq encoder reads the first half of each row.
     rows, length: batch rows, and tokens per row on this rank.
     is_padded: rows end in padding, so attention needs a mask.
     is_isolated: positions restart in each document of a row, and attention needs a mask.
@@ -82,6 +82,8 @@ class BatchSpec:
         batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
         if self.model_kind == "reward":
             batch["labels"] = torch.ones(rows, device="meta")
+        if self.model_kind == "embedding":
+            del batch["labels"]
         if self.is_padded:
             batch["attention_mask"] = ones(length)
             batch["attention_mask"][:, -1] = 0
@@ -160,6 +162,12 @@ def _find_tiles(
     _WorkloadProbe(prepared, tiles, {}).run(model, ROWS, None, few)
     tiles.find()
     return tiles
+
+
+def _mean_state(outputs: Any, _batch: Batch) -> torch.Tensor:
+    """Stand in for a loss over embeddings, which compares a few numbers of each row."""
+    states: torch.Tensor = outputs["last_hidden_state"]
+    return states.mean()
 
 
 def _run(
@@ -330,7 +338,10 @@ class _WorkloadProbe:
         return -(-batch.rows * (batch.length - 1) // size)  # the last token of a row has no target
 
     def _run_whole(self, model: nn.Module, tensors: Batch) -> int:
-        loss = run_loss(model, tensors, self._loss)
+        loss_fn: LossFunction | None = self._loss
+        if "labels" not in tensors:
+            loss_fn = _mean_state
+        loss = run_loss(model, tensors, loss_fn)
         self._end_stretch()
         loss.backward()
         self._end_backward(0)

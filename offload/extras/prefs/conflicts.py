@@ -1,13 +1,10 @@
 """Refused settings beside preference training, and beside training on single texts."""
 
-from offload.app.config.sections import PAIR_METHODS, TrainSection
-from offload.conflicts import Conflict, is_parallel, is_set, other_than
+from offload.app.config.sections import PAIR_METHODS, ROW_FORMATS, TrainSection
+from offload.conflicts import Conflict, is_set, other_than
 
-SINGLE = other_than(*PAIR_METHODS)
+SINGLE = other_than(*ROW_FORMATS)
 CONFLICTS = (
-    Conflict("train.sequence_parallel", is_parallel, "train.method", PAIR_METHODS,
-        "the loss of train.method {train.method} compares whole sequences, which cannot be split over ranks",
-        "set --train.sequence_parallel 1, or --train.method sft"),
     *(
         Conflict(f"train.{key}", other_than(TrainSection.model_fields[key].default),
             "train.method", other_than(*methods),
@@ -24,13 +21,6 @@ CONFLICTS = (
     Conflict("train.method", PAIR_METHODS, "data.formats", lambda formats, _: bool(set(formats) - {"preference"}),
         "data.format is {data.formats}, and {train.method} learns from pairs of answers",
         "set --data.format preference (rows of prompt, chosen, rejected), or --train.method sft"),
-    Conflict("data.packing", True, "train.method", PAIR_METHODS,
-        "train.method {train.method} compares pairs of answers, each in a separate row",
-        "leave it out, or set it to false", {"origin.data.packing": other_than("default", "resolved")}),
-    Conflict("data.packing_isolated", True, "train.method", PAIR_METHODS,
-        "train.method {train.method} does not pack rows", "leave it out"),
-    Conflict("data.group_by_length", True, "train.method", PAIR_METHODS,
-        "train.method {train.method} needs the pairs of rows in a mixed order", "leave it out"),
     Conflict("data.train_on_prompt", is_set, "train.method", ("dpo", "reward"),
         "train.method {train.method} compares only answers", "leave it out"),
 )  # fmt: skip

@@ -29,7 +29,7 @@ class DPO(TokenLoss):
     log-probabilities are the first column of `reference` in the batch, fp32 [rows, tokens].
     """
 
-    group: ClassVar[int] = 2
+    group = 2
     own: ClassVar[frozenset[str]] = frozenset({"labels", "reference"})
 
     def __init__(self, beta: float) -> None:
@@ -51,7 +51,7 @@ class ORPO(TokenLoss):
     and `answers` marks the labels for the second.
     """
 
-    group: ClassVar[int] = 2
+    group = 2
     own: ClassVar[frozenset[str]] = frozenset({"labels", "answers"})
 
     def __init__(self, beta: float) -> None:
@@ -79,7 +79,7 @@ class Reward(GroupLoss):
     arXiv:2312.09244).
     """
 
-    group: ClassVar[int] = 2
+    group = 2
 
     def __init__(self, centering: float) -> None:
         super().__init__()

@@ -1,0 +1,134 @@
+"""The objective of contrastive learning, and the files by which sentence-transformers loads an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.app.config.config import Config
+from offload.app.hf.models import locate
+from offload.app.training.objectives import Batch, Objective, Say
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.engine.loss.batch import IGNORED
+from offload.engine.loss.group_loss import has_target
+from offload.errors import ConfigError
+from offload.extras.contrastive.losses import InfoNCE
+
+_POOLING = "1_Pooling/config.json"
+_NAMES = {
+    "mean": ("mean", "pooling_mode_mean_tokens"),
+    "last": ("lasttoken", "pooling_mode_lasttoken"),
+    "cls": ("cls", "pooling_mode_cls_token"),
+}
+"""Names and flags of sentence-transformers for the poolings. All its versions read the flags."""
+
+
+class Contrastive(Objective):
+    """Objective over queries with answers: embeddings whose nearest text is the answer."""
+
+    name = "the answer to each query, among all of the batch"
+    count_unit = "queries"
+    loss: InfoNCE
+
+    def __init__(self, loss: InfoNCE) -> None:
+        self.loss = loss
+
+    @classmethod
+    def decide(cls, config: Config) -> Mapping[str, Any]:
+        """Decide the pooling: that in the folder of the model, by sentence-transformers, or the mean."""
+        if config.contrastive.pooling != "auto":
+            return {}
+        return {"contrastive__pooling": _stored_pooling(locate(config.model)) or "mean"}
+
+    @classmethod
+    def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Contrastive:  # noqa: ARG003
+        section = config.contrastive
+        return cls(
+            InfoNCE(
+                config.train.negatives,
+                section.pooling,
+                section.temperature,
+                section.symmetric,
+                section.sizes,
+                section.margin,
+            )
+        )
+
+    def prepare(
+        self,
+        config: Config,
+        engine: Engine,
+        data: Any,
+        comm: Comm,  # noqa: ARG002
+        folders: Sequence[Path],  # noqa: ARG002
+        say: Say,  # noqa: ARG002
+    ) -> tuple[Any, Mapping[str, bytes]]:
+        """Check the sizes of embeddings. Raises ConfigError."""
+        width, largest = _width(engine.model), max(config.contrastive.sizes, default=0)
+        if largest > width:
+            raise ConfigError(
+                f"contrastive.sizes has {largest}, but the embeddings of the model have {width} numbers: leave out "
+                "larger sizes."
+            )
+        return data, {}
+
+    def count(self, batch: Batch) -> int:
+        """Return the queries in a batch."""
+        return int(has_target(batch["labels"]).sum()) // self.loss.group
+
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        """An embedding is of all tokens of a text."""
+        return batch["input_ids"], batch["labels"] != IGNORED
+
+    def export_files(self, config: Config, model: Any) -> Mapping[str, bytes]:
+        return sentence_files(config.contrastive.pooling, _width(model), int(config.data.sequence_length or 0))
+
+
+def _stored_pooling(folder: Path | None) -> str:
+    """Return the pooling in the folder of a model; empty: none. Raises ConfigError for one that no run computes."""
+    if folder is None or not (folder / _POOLING).is_file():
+        return ""
+    stored = json.loads((folder / _POOLING).read_text(encoding="utf-8"))
+    flags = [key for key, value in stored.items() if key.startswith("pooling_mode_") and value is True]
+    mode = stored.get("pooling_mode")  # in place of the flags, since version 5.5
+    found = [name for name, (own, flag) in _NAMES.items() if mode == own or (mode is None and flags == [flag])]
+    if not found:
+        raise ConfigError(
+            f"{folder / _POOLING} has the pooling {mode or flags}, and a run computes mean, last or cls: set "
+            "--contrastive.pooling to one of them."
+        )
+    return found[0]
+
+
+def _width(model: Any) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+def sentence_files(pooling: str, width: int, num_tokens: int) -> dict[str, bytes]:
+    """Return, by name, the files beside a model by which sentence-transformers makes unit vectors of texts.
+
+    width: numbers of an embedding. num_tokens: longest text.
+    """
+    modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    contents: dict[str, Any] = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {"max_seq_length": num_tokens, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "prompts": {},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+        _POOLING: {
+            "word_embedding_dimension": width,
+            **{flag: name == pooling for name, (_, flag) in _NAMES.items()},
+        },
+    }
+    return {name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in contents.items()}

@@ -1,0 +1,335 @@
+"""Contrastive learning: sentence-transformers' own loss, equal bits on all tiers, and runs from a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
+
+from offload import SGD, Engine, Placement
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.extras.contrastive import losses as losses_module
+from offload.extras.contrastive.losses import InfoNCE
+from offload.extras.data.encoder import Encoder
+from offload.extras.data.findings import Findings
+from offload.extras.data.records import Group
+from tests.engine.compare import weights
+from tests.engine.device import own_device, twin
+from tests.engine.ranks import run as run_ranks
+from tests.integrations.plain import letters, needs
+from tests.training.conftest import HOST
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Any] = {
+    "bert": lambda: BertModel(BertConfig(**SIZES, **NO_DROPOUT), add_pooling_layer=False),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)
+    ),
+    "qwen3": lambda: Qwen3Model(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16, use_cache=False)),
+}
+POOLING = {"bert": "mean", "modernbert": "cls", "qwen3": "last"}
+WAYS: dict[str, dict[str, Any]] = {
+    "one direction": {"symmetric": False},
+    "both directions": {},
+    "hard negatives": {"negatives": 2},
+    "matryoshka": {"negatives": 1, "sizes": (32, 16, 8)},
+}
+UNCLIPPED: dict[str, Any] = {"precision": "fp32", "max_grad_norm": None}
+
+
+def made(family: str = "bert") -> Any:
+    torch.manual_seed(0)
+    return MODELS[family]()
+
+
+def rows(groups: int = 6, texts: int = 2, *, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Return groups of rows with 3 to 12 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (groups * texts, 12), generator=generator)
+    lengths = torch.randint(3, 13, (groups * texts, 1), generator=generator)
+    mask = (torch.arange(12) < lengths).long()
+    ids = ids * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def trained(
+    family: str, batch: Mapping[str, torch.Tensor], loss: InfoNCE, num_steps: int = 2, **settings: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of some steps, and the weights after them."""
+    with Engine(made(family), SGD(lr=1.0), **UNCLIPPED | settings) as engine:
+        losses = [engine.step(batch, loss).loss.item() for _ in range(num_steps)]
+        return losses, weights(engine)
+
+
+def sentence_model(model: Any, pooling: str) -> Any:
+    """Return a model in memory as one of sentence-transformers, with its pooling."""
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    modes = {"last": "lasttoken"}
+
+    class Given(torch.nn.Module):
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            return {**features, "token_embeddings": model(**features).last_hidden_state}
+
+    return torch.nn.Sequential(Given(), Pooling(SIZES["hidden_size"], modes.get(pooling, pooling)), Normalize())
+
+
+@pytest.mark.parametrize("micro_batches", [{}, {"micro_batch_size": 4}], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", MODELS)
+def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, micro_batches: dict[str, int]) -> None:
+    """Break: divide the temperature twice; leave the negatives out; pool the padding; take the slopes of one size."""
+    needs("sentence_transformers")
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+
+    options = WAYS[way]
+    texts, pooling = 2 + options.get("negatives", 0), POOLING[family]
+    batch = {key: value.to(own_device()) for key, value in rows(texts=texts).items()}
+    settings = {"micro_batch_size": 4 // 2 * texts} if micro_batches else {}
+    model = twin(made(family)).train()
+    sentences = sentence_model(model, pooling)
+    both = ("query_to_doc", "doc_to_query") if options.get("symmetric", True) else ("query_to_doc",)
+    compute = MultipleNegativesRankingLoss(sentences, directions=both, partition_mode="per_direction")
+    if sizes := options.get("sizes"):
+        sentences.get_embedding_dimension = lambda: SIZES["hidden_size"]
+        compute = MatryoshkaLoss(sentences, compute, sizes)
+    features = [{key: batch[key][number::texts] for key in ("input_ids", "attention_mask")} for number in range(texts)]
+    wanted = compute(features, None)
+    wanted.backward()
+    (loss,), own = trained(family, batch, InfoNCE(pooling=pooling, **options), num_steps=1, **settings)
+    assert loss == pytest.approx(wanted.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.cpu()
+        distance = (parameter.detach().cpu() - gradient - own[name]).abs().max()  # the learning rate is 1
+        assert distance <= 1e-6 * max(1.0, gradient.abs().max()), name
+
+
+def test_tiers_and_micro_batches_have_equal_bits(tmp_path: Path) -> None:
+    """Break: pool with sums whose order depends on the rows."""
+    batch, loss = rows(), InfoNCE(margin=0.2)
+    first, *others = (
+        trained("bert", batch, loss, placement=placement)
+        for placement in (
+            Placement(parameters="device", optimizer="device"),
+            Placement(parameters="cpu", optimizer="cpu", activations="cpu"),
+            Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path)),
+        )
+    )
+    for losses, own in others:
+        assert losses == first[0]
+        assert all(torch.equal(own[name], value) for name, value in first[1].items())
+    losses, _ = trained("bert", batch, loss, micro_batch_size=2)
+    assert losses[0] == pytest.approx(first[0][0], rel=1e-6)
+
+
+def test_chunks_of_similarities_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: take the answers of a chunk from the first rows."""
+    batch = rows(groups=7, texts=3)
+    wanted, own = trained("bert", batch, InfoNCE(1, sizes=(32, 8)), num_steps=1)
+    monkeypatch.setattr(losses_module, "CHUNK_BYTES", 2 * 4 * 14)
+    found, chunked = trained("bert", batch, InfoNCE(1, sizes=(32, 8)), num_steps=1)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    for name, value in own.items():
+        assert torch.allclose(chunked[name], value, atol=1e-5), name
+
+
+def on_rank(num_ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on five groups: rank 0 has three, rank 1 two."""
+    batch = rows(groups=5)
+    with open_comm() as comm:
+        if num_ranks > 1:
+            part = slice(0, 6) if comm.rank == 0 else slice(6, 10)
+            batch = {key: value[part] for key, value in batch.items()}
+        return trained("bert", batch, InfoNCE(), comm=comm)
+
+
+def test_negatives_come_from_all_ranks() -> None:
+    """Two ranks are one but for the order of sums. Break: gather no rows; take the slopes of the own queries alone."""
+    (losses, own), other = run_ranks(2, on_rank, num_ranks=2)
+    wanted, alone = trained("bert", rows(groups=5), InfoNCE())
+    assert losses == other[0] == pytest.approx(wanted, rel=1e-5)
+    for name, value in alone.items():
+        assert torch.equal(own[name], other[1][name])
+        assert torch.allclose(own[name], value, atol=1e-4), name
+
+
+def test_known_and_probable_answers_are_no_negatives() -> None:
+    """Three groups; the third has the answer of the first, the fourth its query. Break: leave out either mask."""
+    ids = torch.tensor([[1], [2], [3], [4], [5], [2], [1], [6]])
+    batch = {"input_ids": ids, "labels": torch.ones(8, 2, dtype=torch.int64)}
+    vectors = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    outputs = {"last_hidden_state": vectors[:, None]}
+    unit = torch.nn.functional.normalize(vectors, dim=1)
+    scores = unit[::2] @ unit[1::2].T / 0.5
+    left_out = torch.zeros(4, 4, dtype=torch.bool)
+    left_out[0, 2] = left_out[2, 0] = left_out[0, 3] = left_out[3, 0] = True
+    wanted = torch.nn.functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), torch.arange(4))
+    loss = InfoNCE(temperature=0.5, symmetric=False)
+    assert loss(outputs, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+    other = InfoNCE(temperature=0.5, symmetric=False, margin=0.1)
+    left_out |= scores * 0.5 > scores.diagonal()[:, None] * 0.5 + 0.1
+    wanted = torch.nn.functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), torch.arange(4))
+    assert other(outputs, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_batch_far_larger_than_a_resident_one_fits() -> None:
+    """4,096 pairs within the bytes that 64 pairs take in memory, by torch's graph and AdamW's states."""
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 128}
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return BertModel(BertConfig(**SIZES | NO_DROPOUT | sizes), add_pooling_layer=False)
+
+    kept: dict[int, int] = {}
+    few, resident = rows(groups=64), model()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = resident(few["input_ids"], few["attention_mask"])
+    del outputs
+    num_bytes = sum(kept.values()) + 12 * sum(each.numel() for each in resident.parameters())
+    placement = Placement(parameters="cpu", optimizer="cpu", activations="cpu", device_memory=num_bytes)
+    with Engine(model(), placement=placement, precision="fp32", micro_batch_size=64) as engine:
+        result = engine.step(rows(groups=4096), InfoNCE())
+        assert result.tokens == 2 * 4096
+        assert engine.counters.peak_device_bytes <= num_bytes
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+THINGS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    """Write queries with an answer and two hard negatives each."""
+    found = [
+        {
+            "query": f"which {thing} is it, number {number}?",
+            "positive": f"the {thing} number {number}.",
+            "negatives": [f"no {thing} number {number}.", f"{number} is a number."],
+        }
+        for thing in THINGS
+        for number in range(4)
+    ]
+    path = tmp_path / "queries.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+def asked(pairs: str, **more: Any) -> dict[str, Any]:
+    own = {"data__source": pairs, "train__method": "contrastive", "optimizer__lr": 3e-3, "data__sequence_length": 64}
+    return own | {"train__steps": 6, "train__batch_size": 8, "train__negatives": 1} | more
+
+
+def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str) -> None:
+    _, there, said = run("resident", family="bert", **asked(pairs))
+    _, here, again = run("streamed", family="bert", **asked(pairs, **HOST))
+    for key in ("loss", "grad_norm", "accuracy"):
+        assert [line[key] for line in here] == [line[key] for line in there]
+    assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
+    assert there[-1]["loss"] < there[0]["loss"]
+    assert "logits bit-equal" in said
+    assert "logits bit-equal" in again
+    assert "accuracy " in said
+
+
+def made_by(module: Any, texts: list[str]) -> torch.Tensor:
+    return torch.from_numpy(module.encode(texts, convert_to_numpy=True))
+
+
+def test_sentence_transformers_loads_an_export(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Its vectors are those of the model with the pooling of the run. A resumed run has the same files. Break: write
+    another pooling; end each text with an EOS.
+    """
+    needs("sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoModel, AutoTokenizer
+
+    for pooling in ("mean", "last", "cls"):
+        more = {"contrastive__pooling": pooling, "train__steps": 1}
+        run(pooling, family="bert", **asked(pairs, **more))
+        folder = tmp_path / pooling / "hf"
+        texts = ["which apple is it?", "the sea, number 3."]
+        found = made_by(SentenceTransformer(str(folder), device="cpu"), texts)
+        tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+        model = AutoModel.from_pretrained(folder).eval()
+        with torch.no_grad():
+            states = model(tokens["input_ids"], tokens["attention_mask"])["last_hidden_state"]
+        pooled = losses_module.POOLINGS[pooling](states, tokens["attention_mask"])
+        assert torch.allclose(found, torch.nn.functional.normalize(pooled, dim=1), atol=1e-6)
+
+
+def test_tokens_are_those_of_the_tokenizer(pairs: str) -> None:
+    """An embedding is of the tokens of a plain tokenizer call: no other EOS. Break: leave out the case of a group."""
+    tokenizer = letters()
+    encoder = Encoder(tokenizer)
+    assert tokenizer.eos_token_id is not None
+    found = encoder.encode([(False, Group("row 1", ("sea", "snow")))], Findings("error"))
+    assert [each.ids.tolist() for each in found] == tokenizer(["sea", "snow"])["input_ids"]
+
+
+def test_a_run_resumes_and_an_adapter_learns(run: Any, pairs: str, tmp_path: Path) -> None:
+    _, lines, _ = run("run", family="bert", **asked(pairs, checkpoint__every=3, checkpoint__keep=4))
+    earlier = str(tmp_path / "run" / "checkpoints" / "step-3")
+    _, more, _ = run("more", family="bert", **asked(pairs, checkpoint__resume=earlier))
+    assert [line["loss"] for line in more] == [line["loss"] for line in lines[3:]]
+    for name in ("model.safetensors", "1_Pooling/config.json", "modules.json"):
+        assert (tmp_path / "run/hf" / name).read_bytes() == (tmp_path / "more/hf" / name).read_bytes()
+    adapter = {"lora__rank": 4, "lora__target_modules": "all-linear", "train__steps": 16, "optimizer__lr": 1e-2}
+    _, adapted, said = run("adapted", family="bert", **asked(pairs, **adapter))
+    assert adapted[-1]["loss"] < adapted[0]["loss"]
+    assert "reloaded: by peft" in said
+
+
+def test_the_plan_is_the_run(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: give the model labels in `BatchSpec.make`."""
+    own = {"train__micro_batch_size": 4, "train__recompute": "always", "train__steps": 5}
+    _, lines, _ = run("run", **asked(pairs, **own, **HOST))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    for link, num_bytes in plan["lane_bytes"].items():
+        assert lines[-1][f"{link}_bytes"] == num_bytes, link
+    assert lines[-1]["peak_device_bytes"] == pytest.approx(
+        plan["tiers"]["device"]["bytes"] + plan["lent_bytes"], rel=0.02
+    )
+
+
+def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: take the mean whatever the folder says."""
+    run("base", family="bert", **asked(pairs, contrastive__pooling="cls", train__steps=1))
+    folder = tmp_path / "base/hf"
+    base = {"model__path": str(folder), "train__steps": 1}
+    run("again", **asked(pairs, **base))
+    assert (tmp_path / "again/hf/1_Pooling/config.json").read_bytes() == (folder / "1_Pooling/config.json").read_bytes()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "max"}')
+    with pytest.raises(ConfigError, match=r"has the pooling max, and a run computes mean, last or cls"):
+        run("other", **asked(pairs, **base))
+
+
+def test_refusals(run: Any, pairs: str) -> None:
+    with pytest.raises(ConfigError, match=r"jsonl:1 has 2 hard negatives, and train\.negatives is 3"):
+        run("run", family="bert", **asked(pairs, train__negatives=3))
+    with pytest.raises(ConfigError, match=r"contrastive\.sizes has 64, but the embeddings of the model have 32"):
+        run("run", family="bert", **asked(pairs, contrastive__sizes=(64, 8)))
+    with pytest.raises(ConfigError, match="model type t5 has no class .* with one hidden state per token"):
+        run("run", family="t5", **asked(pairs))
