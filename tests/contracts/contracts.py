@@ -22,7 +22,7 @@ from tests.cases.models import build
 from tests.cases.run import Step, Training, small
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
-from tests.engine.device import own_device
+from tests.engine.device import own_device, set_seed
 from tests.engine.inside import assert_parked, lane_threads, leave_spare_memory, parts_of, planned_bytes, states
 from tests.engine.ranks import run
 from tests.engine.sizes import tier_bytes
@@ -132,22 +132,41 @@ def assert_equal(found: Run, wanted: Run) -> None:
 # -- the contracts ---------------------------------------------------------------------------------------------------
 
 
-def equals_reference(at: Setting) -> None:
-    """Losses, norms and weights equal plain PyTorch."""
+@contextmanager
+def beside_reference(at: Setting) -> Iterator[Engine]:
+    """Train an engine beside plain PyTorch: losses, norms and weights are equal, and the loss of an evaluation."""
     case, training = at.case, at.training()
     assert case.reference is not None
     within = case.within
     if within is not None and at.settings["precision"] == "bf16":
         within = 2e-2
-    train_both(
+    engine, reference = train_both(
         build(case.make),
-        [training.batch(number) for number in range(2)],
+        [training.batch(number) for number in range(NUM_STEPS)],
         loss_fn=case.loss_fn,
         count=case.count,
         within=within,
         placement=training.placement,
         **{**training.settings, **case.reference(at.precision)},
-    )[0].close()
+    )
+    with engine:
+        batch = training.batch(NUM_STEPS)
+        set_seed(7)
+        found = float(engine.evaluate(batch, case.loss_fn))
+        set_seed(7)
+        reference.model.eval()
+        reference.rows = None  # an evaluation takes the batch whole
+        with torch.no_grad():
+            (loss,) = reference.losses(batch, case.loss_fn, case.count)
+        wanted = float(loss.float())
+        assert found == (wanted if within is None else pytest.approx(wanted, rel=within))
+        yield engine
+
+
+def equals_reference(at: Setting) -> None:
+    """Losses, norms and weights equal plain PyTorch, and the loss of an evaluation."""
+    with beside_reference(at):
+        pass
 
 
 def place_changes_no_bit(at: Setting) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,32 +18,44 @@ import transformers
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from offload import Engine  # noqa: E402
+from offload.engine.units.unit import Unit  # noqa: E402
 from offload.errors import ConfigError  # noqa: E402
-from tests.zoo.compare import ALWAYS, MICRO, NEVER, STEPS, Mode, Outcome, examine  # noqa: E402
-from tests.zoo.families import OPEN, ROWS, Family, families  # noqa: E402
-from tests.zoo.isolation import why_not  # noqa: E402
+from tests.engine.inside import parts_of, steps_of  # noqa: E402
+from tests.zoo.families import (  # noqa: E402
+    CALLED_AGAIN,
+    MADE_IN_BF16,
+    OPEN,
+    ROUNDING,
+    SUMMED_BY_LAYER,
+    UNBUILDABLE,
+    Family,
+    families,
+)
+from tests.zoo.test_isolation import why_not  # noqa: E402
+from tests.zoo.test_zoo import ALWAYS, MICRO, NEVER, FamilySetting, sizes_of, trained  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 HEADER = """# Families
 
 Every class that transformers {transformers} registers for causal language modelling, {total} in all, shrunk to a
 tiny model and trained against plain PyTorch {torch} on a CPU: the same weights, batches and random numbers, dropout
-where the family has it. Embedding, blocks and head stream. `fp32` is {fp32} steps and the loss in eval mode, `bf16` is
-{bf16} step with fp32 master weights. Bit-equal means equal in every bit of the losses, the norm, every gradient and
-every weight. Written by `python tests/zoo/table.py`; `pytest tests/zoo` checks it.
+where the family has it. Embedding, blocks and head stream. A run has two steps and an evaluation; `bf16` has fp32
+master weights. Bit-equal means equal in every bit of the losses, the norm and every weight. Written by
+`python tests/zoo/table.py`; `pytest tests/zoo` checks it.
 
 {summary}
 
 - *fp32, bf16*: every unit recomputes in the backward pass (`recompute: always`). *Kept*: every unit that can keeps its
   graph instead (`never`).
-- *Parts*: micro-batches of 1, 2 and 3 of {rows} rows, fp32, two steps against plain PyTorch in the same micro-batches;
-  the largest difference of the three. Dropout is off, since its masks depend on the micro-batch. Plain PyTorch makes
-  the loss of every micro-batch and weights it, a streamed model makes that of the whole batch: so last bits differ.
-  *by calls*: a unit cannot take the batch in parts, and the model is called once for every micro-batch.
-- A difference is that of the gradients, as a share of the largest one in the unit. *Sums*: a tensor enters a layer in
-  several places; PyTorch adds its gradients up in the order of the whole graph, a streamed layer adds up its own first.
-  Such a family is bit-equal to a plain run that sums layer by layer. *Steep*: plain PyTorch differs as much from itself
-  when it takes the batch whole.
+- *Sums*: a tensor enters a layer in several places; PyTorch adds its gradients up in the order of the whole graph, a
+  streamed layer adds up its own first. Such a family is bit-equal to a plain run that sums layer by layer. In bf16
+  also: a layer is called again; PyTorch adds its gradients up in bf16, an engine in fp32.
+- *Parts*: micro-batches of 1, 2 and 3 of 4 rows, fp32, against plain PyTorch in the same micro-batches. Equal means
+  that losses, norms and weights differ by at most {rounding:.0e} of their size. Dropout is off, since its masks depend
+  on the micro-batch. Plain PyTorch makes the loss of every micro-batch and weights it, a streamed model makes that of
+  the whole batch: so last bits differ. *By calls*: a unit cannot take the batch in parts, and the model is called once
+  for every micro-batch.
 - *Resident* is the share of the parameters that stay on the device: final norms and the like, and what other modules
   read (*read from outside*). In a tiny model it is larger than in a real one. *Stays fp32*: transformers keeps these in
   fp32, and so do we.
@@ -58,125 +72,106 @@ makes itself, and classes whose mask is made without the positions (gpt-oss amon
 
 """
 CALM = "without dropout, with which it seeds the generators from the clock"
-RUNS = {
+RUNS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "fp32": ("fp32", ALWAYS),
     "bf16": ("bf16", ALWAYS),
     "kept fp32": ("fp32", NEVER),
     "kept bf16": ("bf16", NEVER),
-} | {f"fp32 in parts of {mode.rows}": ("fp32", mode) for mode in MICRO}
+}
+
+
+class Row:
+    """A row of the page, from runs of a family. notes: in order, each once."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.resident = ""
+        self.notes = dict.fromkeys([CALM] * family.is_random)
+        self.whole = [self.run(*way) for way in RUNS.values()]
+        self.parts = {self.run("fp32", settings) for settings in MICRO}
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        parts = ", ".join(sorted(self.parts))
+        return self.family.name, f"`{self.family.class_name}`", self.resident, *self.whole, parts, "; ".join(self.notes)
+
+    def run(self, precision: str, settings: Mapping[str, Any]) -> str:
+        """Return the result of a run in few words."""
+        try:
+            with trained(FamilySetting(self.family.name, "cpu", precision, "deferred", Path(), settings)) as told:
+                by_calls = self._look(precision, *told)
+        except Exception as error:
+            text = OPEN.get(self.family.name, f"{type(error).__name__}: {error}")
+            self.notes[" ".join(text.replace("|", "/").split())[:200]] = None
+            return "refused" if isinstance(error, ConfigError) else "differs"
+        if "micro_batch_size" in settings:
+            return "by calls" if by_calls else "equal"
+        is_again = precision == "bf16" and self.family.name in CALLED_AGAIN
+        return "sums" if is_again or self.family.name in SUMMED_BY_LAYER else "bit-equal"
+
+    def _look(self, precision: str, engine: Engine, reported: list[str]) -> bool:
+        """Note what an engine tells. Return whether it calls the model on one micro-batch after another."""
+        parts, sizes = parts_of(engine), sizes_of(engine)
+        stay = sum(sizes[unit.name] for unit in parts.units if unit.resident)
+        self.resident = f"{stay / sum(info.numel for info in parts.infos):.1%}"
+        self.notes |= {f"{text.split()[1]} is read from outside": None for text in reported}
+        if precision == "bf16":
+            kept = {info.name.rsplit(".", 2)[-2] for info in parts.infos if info.compute == "fp32"}
+            if kept:
+                self.notes[f"stays fp32: {', '.join(sorted(kept))}"] = None
+            if self.family.name in MADE_IN_BF16:
+                self.notes["bf16 needs a model made in bf16: its buffers must be"] = None
+        unsplit = [unit for unit in parts.units if unit.traits.is_compared and not unit.resident]
+        unsplit = [unit for unit in unsplit if not unit.traits.splits and not steps_of(engine).splits]
+        self.notes |= {f"by calls: {unit.name} {why_not_split(unit)}": None for unit in unsplit}
+        return bool(unsplit)
+
+
+def why_not_split(unit: Unit) -> str:
+    if unit.traits.mutated:
+        return "changes an input in place"
+    if not all(unit.traits.outputs):
+        return "its result has no batch axis"
+    return "mixes rows, or differs from use to use"
 
 
 def main() -> None:
-    """Examine every family and write the page."""
+    """Train every family in every way and write the page."""
     torch.set_num_threads(1)
-    rows, equal, within, by_calls, built = [], Counter[str](), Counter[str](), 0, 0
+    rows, counted = [], Counter[str]()
     for family in families().values():
-        if family.unbuildable:
-            rows.append((family.name, f"`{family.class_name}`", *[""] * 6, f"not built: {family.unbuildable}"))
+        if family.name in UNBUILDABLE:
+            rows.append((family.name, f"`{family.class_name}`", *[""] * 6, f"not built: {UNBUILDABLE[family.name]}"))
             continue
-        built += 1
-        outcomes = {name: run(family, precision, mode) for name, (precision, mode) in RUNS.items()}
-        found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Outcome)}
-        equal.update(name for name, outcome in found.items() if outcome.is_equal)
-        within.update(name for name, outcome in found.items() if outcome.is_within_rounding)
-        by_calls += any(outcome.unsplit for outcome in found.values())
-        rows.append(describe(family, outcomes))
+        row = Row(family)
+        rows.append(row.cells)
+        counted.update(name for name, cell in zip(RUNS, row.whole, strict=True) if cell == "bit-equal")
+        counted.update(
+            {"built": 1, "in parts": row.parts <= {"equal", "by calls"}, "by calls": "by calls" in row.parts}
+        )
         print(" | ".join(rows[-1]), flush=True)
-    whole = [f"{name} {equal[name]}" for name, (_, mode) in RUNS.items() if not mode.rows]
-    parts = [
-        f"{mode.rows} of {ROWS} rows {within[name]} (bit-equal {equal[name]})"
-        for name, (_, mode) in RUNS.items()
-        if mode.rows
-    ]
+    equal = ", ".join(f"{name} {counted[name]}" for name in RUNS)
     summary = (
-        f"{len(rows)} classes, {built} of them built here. Bit-equal: {', '.join(whole)}. Within the order of sums: "
-        f"{', '.join(parts)}; {by_calls} of them by calls. The rows of the others say why."
+        f"{len(rows)} classes, {counted['built']} of them built here. Bit-equal: {equal}. Equal in parts, up to the "
+        f"order of sums: {counted['in parts']}; {counted['by calls']} of them by calls. The rows of the others say why."
     )
     text = HEADER.format(
         transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
         total=len(rows),
+        rounding=ROUNDING,
         summary="\n".join(textwrap.wrap(summary, 119)),
-        rows=ROWS,
-        **STEPS,
     )
-    PAGE.parent.mkdir(exist_ok=True)
     table = "".join(f"| {' | '.join(row)} |\n" for row in sorted(rows))
     PAGE.write_text(f"{text}{table}\n{told_isolation()}", encoding="utf-8")
 
 
 def told_isolation() -> str:
     """Return the section about several documents in one row."""
-    found = {family.name: why_not(family.name) for family in families().values() if not family.unbuildable}
+    found = {family.name: why_not(family.name) for family in families().values() if family.name not in UNBUILDABLE}
     mixed = ", ".join(sorted(name for name, why in found.items() if why))
     text = ISOLATION.format(total=len(found), apart=sum(not why for why in found.values()))
     return f"{text}{chr(10).join(textwrap.wrap(f'Not apart: {mixed}.', 119))}\n"
-
-
-def run(family: Family, precision: str, mode: Mode) -> Outcome | str:
-    """Return the outcome, or the error text."""
-    try:
-        return examine(family, precision, mode)
-    except ConfigError as error:
-        return f"refused: {error}"
-    except Exception as error:
-        return f"fails: {type(error).__name__}: {error}"
-
-
-def describe(family: Family, outcomes: dict[str, Outcome | str]) -> tuple[str, ...]:
-    """Return a table row."""
-    whole = [outcomes[name] for name, (_, mode) in RUNS.items() if not mode.rows]
-    parts = [outcomes[name] for name, (_, mode) in RUNS.items() if mode.rows]
-    notes, resident = [CALM] * family.is_random, ""
-    for outcome in whole:
-        if isinstance(outcome, str):
-            notes.append(OPEN.get(family.name) or shorten(outcome))
-            continue
-        resident = f"{outcome.resident_parameters / outcome.num_parameters:.1%}"
-        if not outcome.is_equal and not outcome.why:
-            notes.append(OPEN.get(family.name, "not explained"))
-        notes += [f"{text.split()[1]} is read from outside" for text in outcome.reported]
-        if outcome.kept_fp32:
-            kept = {name.rsplit(".", 2)[-2] for name in outcome.kept_fp32}
-            notes.append(f"stays fp32: {', '.join(sorted(kept))}")
-        if outcome.is_made_in_bf16:
-            notes.append("bf16 needs a model made in bf16: its buffers must be")
-    for outcome in parts:
-        if isinstance(outcome, str):
-            notes.append(OPEN.get(family.name) or shorten(outcome))
-            continue
-        if not outcome.is_within_rounding:
-            notes.append("in parts not explained")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in outcome.unsplit.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            notes.append(f"by calls: {names[0]}{more} {reason}")
-    cells = [*map(cell_of_whole, whole), cell_of_parts(parts)]
-    return family.name, f"`{family.class_name}`", resident, *cells, "; ".join(dict.fromkeys(notes))
-
-
-def cell_of_whole(outcome: Outcome | str) -> str:
-    if isinstance(outcome, str):
-        return outcome.split(":", 1)[0]
-    difference = outcome.differences.get("gradient", 0.0)
-    return "bit-equal" if outcome.is_equal else f"{difference:.0e}{', sums' if outcome.why else ''}"
-
-
-def cell_of_parts(outcomes: list[Outcome | str]) -> str:
-    found = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
-    if len(found) < len(outcomes):
-        return next(outcome for outcome in outcomes if isinstance(outcome, str)).split(":", 1)[0]
-    if all(outcome.is_equal for outcome in found):
-        return "bit-equal"
-    largest = max(max(outcome.differences.values()) for outcome in found)
-    marks = [", steep"] * any(outcome.order for outcome in found) + [", by calls"] * any(o.unsplit for o in found)
-    return f"{largest:.0e}{''.join(marks)}"
-
-
-def shorten(failure: str) -> str:
-    return " ".join(failure.split(": ", 1)[1].replace("|", "/").split())[:200]
 
 
 if __name__ == "__main__":
