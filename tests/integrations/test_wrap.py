@@ -65,7 +65,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[floa
             loss = cross_entropy(model(batch["x"]), batch) / 2
             loss.backward()
             told.append(loss.item())
-        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
