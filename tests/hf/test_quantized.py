@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from offload.app.config.sections import ModelSection
 from offload.app.hf.models import BuiltModel, build_model, fill_all
 from offload.app.hf.sources import QuantizedStackedSource
 from offload.errors import ConfigError
 from tests.hf.quantized import FORMATS, deepseek, quantized
-from tests.integrations.plain import needs
 
 
 def load(folder: Path) -> BuiltModel:
@@ -65,17 +63,6 @@ def test_a_scale_for_a_whole_tensor_may_have_no_axis(tmp_path: Path) -> None:
     edit(folder, lambda its, _: its.update({k: v.view(()) for k, v in its.items() if k.endswith("_scale")}))
     found = fill_all(load(folder)).state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_they_are_what_from_pretrained_dequantises_them_to(kind: str, tmp_path: Path) -> None:
-    """transformers dequantizes by default without a GPU."""
-    needs("accelerate")
-    folder = quantized(tmp_path / "base", kind)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
-    ours = fill_all(load(folder)).state_dict()
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:

@@ -94,12 +94,3 @@ def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
     check_what_is_there(run)
     assert run.checkpoints.folders()[0].name == f"step-{len(steps)}"
-
-
-@pytest.mark.slow  # quick version: a test with a continued run
-def test_or_the_command_ends(run: Run, disk: Path) -> None:
-    run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
-    with run.start() as processes:
-        wait_for("^step 5  saved ", run, processes)
-        fill(disk)
-        assert_ended_for_want_of_room(processes, run)

@@ -23,7 +23,7 @@ from offload.export import main as export_command
 from offload.files.atomic_folder import remove
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
-"""Evaluation losses from the fixture `judged`. The fourth is the lowest, by less than 0.5."""
+"""Evaluation losses from the fixture `judged`. The fourth is the lowest."""
 
 
 @pytest.fixture
@@ -68,17 +68,6 @@ def test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch(run: Any, tm
     assert f"{num_tokens:,} tokens in 9 of 9 rows of held" in said
     assert lines[-1]["eval_perplexity"] == math.exp(lines[-1]["eval_loss"])
     assert lines[-1]["eval_bits_per_byte"] > 0
-
-
-@pytest.mark.slow
-def test_a_run_stops_when_no_loss_is_lower(run: Any, judged: None) -> None:
-    """With `early_stopping_min_delta` 0.5 the fourth evaluation is no better than the second."""
-    settings = {"train__steps": 12, "train__eval_every": 2, "train__early_stopping_patience": 2}
-    result, _, said = run("by 0.5", **settings, train__early_stopping_min_delta=0.5, checkpoint__export=False)
-    assert (result.steps, result.best.step, result.best.loss) == (8, 8, pytest.approx(3.9))
-    assert "the eval loss was 4.0000 once, and none of 2 evaluations since was lower by 0.5" in said
-    result, _, _ = run("by any", **settings, checkpoint__export=False)
-    assert (result.steps, result.best.step) == (12, 8)
 
 
 def test_what_is_no_number_is_never_better() -> None:

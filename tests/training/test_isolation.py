@@ -33,21 +33,6 @@ def chats(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_conversations_are_apart_by_default_and_a_run_goes_on_to_the_same_bits(
-    run: Any, chats: str, tmp_path: Path
-) -> None:
-    more = {"data__source": chats, "train__steps": 4, "checkpoint__every": 2}
-    whole, lines, said = run("whole", **more)
-    assert "packed, each document apart, with positions of its own" in said
-    config = (whole.dir / "config.yaml").read_text()
-    assert "packing_isolated: true" in config
-    _, half, _ = run("half", **{**more, "checkpoint__resume": str(whole.dir / "checkpoints" / "step-2")})
-    assert [line["loss"] for line in half[-2:]] == [line["loss"] for line in lines[-2:]]
-    with pytest.raises(ConfigError, match=r"packing_isolated"):
-        run("half", **more, data__packing_isolated=False)
-
-
-@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
     run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +81,8 @@ def test_conversations_are_computed_and_planned_one_by_one_unless_a_mask_is_aske
     shares: list[float | None] = []
     forecast = PLANNERS["forecast"]
     monkeypatch.setattr(planner, "PLANNERS", {"forecast": lambda *given: shares.append(given[-1]) or forecast(*given)})
-    result, lines, _ = run("documents", data__source=chats, train__steps=2)
+    result, lines, said = run("documents", data__source=chats, train__steps=2)
+    assert "packed, each document apart, with positions of its own" in said
     assert "attention: documents" in (result.dir / "config.yaml").read_text()
     _, masked, _ = run("mask", data__source=chats, train__steps=2, model__attention="sdpa")
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in masked], rel=1e-5)

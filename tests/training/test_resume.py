@@ -199,18 +199,6 @@ def test_no_run_begins_at_damage_alone(run: Any, ended: Any, tmp_path: Path, nam
     assert contents(folder.parent) == {**before, f"checkpoints/step-2/{name}": (folder / "step-2" / name).read_bytes()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [5, "auto", None])
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, ended: Any, every: Any) -> None:
-    whole, wanted, _ = run("whole", **{"train.steps": 6})
-    common = {"train.steps": 6, "checkpoint.every": every}
-    ended(4, "parts", **common)
-    result, found, output = run("parts", **common)
-    assert "resumed" not in output
-    assert learnt(found) == learnt(wanted)
-    assert_same_tensors(result.dir / "hf", whole.dir / "hf")
-
-
 @pytest.mark.parametrize(
     ("every", "exports", "files", "is_free"),
     [
