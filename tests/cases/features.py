@@ -199,9 +199,9 @@ def _decoded(precision: str) -> Mapping[str, Any]:
 
 
 def _decoded_experts(precision: str) -> Mapping[str, Any]:
-    from tests.engine.test_adapted_experts import beside, dequantized
+    from tests.engine.test_adapted_experts import beside, dequantised
 
-    return beside(dequantized(build(_ADAPTED_EXPERTS), "nf4", DTYPES[precision]))
+    return beside(dequantised(build(_ADAPTED_EXPERTS), "nf4", DTYPES[precision]))
 
 
 def _in_fp8(precision: str) -> Mapping[str, Any]:

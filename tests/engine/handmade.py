@@ -456,36 +456,20 @@ class PromptedAndMoving(Prompted):
         self.prompt = MovingPrompt()
 
 
-class Parametrized(nn.Module):
-    """A parametrization (a module without inputs) computes one weight from others."""
-
-    parametrize: Callable[[nn.Module], nn.Module]
+class SpectralNorm(nn.Module):
+    """A parametrization (a module without inputs) computes one weight from others, and changes buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.middle = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
-        type(self).parametrize(self.middle)
+        parametrizations.spectral_norm(self.middle)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.middle(self.embedding(x))))
 
 
-class WeightNorm(Parametrized):
-    parametrize = parametrizations.weight_norm
-
-
-class SpectralNorm(Parametrized):
-    """The parametrization changes buffers as well."""
-
-    parametrize = parametrizations.spectral_norm
-
-
-class Orthogonal(Parametrized):
-    parametrize = parametrizations.orthogonal
-
-
-WITHOUT_INPUTS = (Prompted, PromptedBlocks, PromptedAndMoving, WeightNorm, SpectralNorm, Orthogonal)
+WITHOUT_INPUTS = (Prompted, PromptedBlocks, PromptedAndMoving, SpectralNorm)
 """Models with a parameter-holding module that takes no tensor in forward."""
 
 

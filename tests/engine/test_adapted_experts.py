@@ -14,16 +14,15 @@ from torch import nn
 from offload import Engine
 from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.hf.models import BuiltModel, build_model, fill_all
-from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
-from offload.layout.codecs import decoded
 from tests.cases.models import batches, build, lora, tokens
 from tests.engine.compare import assert_same, placed, train_both, weights
 from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.sizes import tier_bytes, up
+from tests.engine.test_frozen_weights import dequantised
 from tests.engine.test_streamed_experts import RULE, mixture, streamed
 from tests.hf.quantized import deepseek, gpt_oss, quantized
 from tests.integrations.plain import needs
@@ -48,15 +47,6 @@ def adapted(family: str, targets: list[str] = STACKS, dimensions: Mapping[str, i
     sizes = {"head_dim": 32} if family == "olmoe" else {}
     base = mixture(family, **dimensions, **sizes)
     return build(lora(base, target_modules=[attention], target_parameters=targets, **more))
-
-
-def dequantized(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a copy of the model with the weights that an engine decodes."""
-    infos, plain = describe_parameters(model, RULE, "fp32", codec), copy.deepcopy(model)
-    for info, parameter in zip(infos, plain.parameters(), strict=True):
-        if info.is_quantized:
-            parameter.data = decoded(info.codec, parameter.detach().flatten(), dtype).view(parameter.shape)
-    return plain
 
 
 def beside(plain: nn.Module) -> dict[str, Any]:
@@ -102,7 +92,7 @@ def test_families_have_the_bits_of_peft_over_the_dequantized_weights(
     """
     model, told = adapted(family, dimensions=dimensions), settings | {"optimizer": RULE}
     dtype = torch.bfloat16 if told.get("precision") == "bf16" else torch.float32
-    plain = dequantized(model, codec, dtype) if codec != "exact" else copy.deepcopy(model)
+    plain = dequantised(model, codec, dtype) if codec != "exact" else copy.deepcopy(model)
     where = placed(place, tmp_path, experts=experts)
     engine, _ = train_both(model, batches(2), placement=where, frozen_weights=codec, **beside(plain), **told)
     cut = [unit for unit in parts_of(engine).units if unit.in_records]
@@ -121,7 +111,7 @@ def test_a_quantized_expert_of_any_size_is_stored_with_the_blocks_at_its_borders
 ) -> None:
     """Break: let an expert begin at a block of its own; write a block over a border to one of both experts."""
     model = adapted("gpt_oss", dimensions=ODD)
-    plain = dequantized(model, codec)
+    plain = dequantised(model, codec)
     with Engine(model, RULE, streamed(), frozen_weights=codec) as engine:
         assert "4 stacks of expert vectors" in engine.told_frozen_weights
         assert_same(weights(engine), {name: p.detach() for name, p in plain.named_parameters()})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +45,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_LARGEST_TILE", 2048)
 
 
-def train(engine: Engine, num_steps: int = 4) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return (results per step as text, weights). Step 3 has an infinite loss if the engine skips non-finite steps."""
+def train(engine: Engine, num_steps: int = 4) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
+    """Return (results per step as text, weights, states as text).
+
+    Step 3 has an infinite loss if the engine skips non-finite steps.
+    """
     found = []
     for seed in range(num_steps):
         spikes = seed == 3 and parts_of(engine).updates._skips
@@ -56,16 +57,7 @@ def train(engine: Engine, num_steps: int = 4) -> tuple[list[Any], dict[str, torc
         result = engine.step(tokens(seed), loss_fn=loss_fn)
         found.append((result.loss.item(), result.grad_norm, result.skipped, result.corrected))
     assert all(corrected for *_, corrected in found) or engine.clip != "speculative"
-    return [str(step) for step in found], weights(engine)
-
-
-@cache
-def on_the_host(
-    model: Callable[[], nn.Module], clip: str, precision: str, rule: str
-) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
-    """Return (results per step, weights, states as text)."""
-    with Engine(build(model), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
-        return *train(engine), {name: str(state) for name, state in states(engine).items()}
+    return [str(step) for step in found], weights(engine), {name: str(state) for name, state in states(engine).items()}
 
 
 # -- states on the device -----------------------------------------------------------------------------------
@@ -128,9 +120,10 @@ def test_both_places_in_one_step_change_no_bit(
     with Engine(build(deep), **shared(place, tmp_path, precision, small), **settings) as engine:
         assert_shared(engine)
         assert bool(tier_bytes(engine, "nvme")) == (place == "nvme")
-        steps, found = train(engine)
-        marks = {name: str(state) for name, state in states(engine).items()}
-    wanted_steps, wanted, wanted_marks = on_the_host(deep, clip, precision, rule)
+        steps, found, marks = train(engine)
+    host = {"precision": precision, "optimizer": RULES[rule], "update": "cpu"} | CLIPS[clip]
+    with Engine(build(deep), **host) as engine:
+        wanted_steps, wanted, wanted_marks = train(engine)
     assert steps == wanted_steps
     assert_same(found, wanted)
     assert marks == wanted_marks
@@ -238,23 +231,17 @@ def test_a_budget_without_room_for_the_ring_is_refused_with_numbers() -> None:
 # -- failures ------------------------------------------------------------------------------------------------
 
 
-def steps_and_settles(engine: Engine, seed: int) -> None:
-    engine.step(tokens(seed))
-    engine.finish()
-    weights(engine)
-
-
 @pytest.mark.slow
 def test_weights_that_are_not_finite_are_refused_by_unit() -> None:
     engine = Engine(build(llama), update="device", optimizer=AdamW(lr=3e38), debug=1, **CLIPS["deferred"])
+
+    def step_and_settle() -> None:
+        engine.step(tokens(0))
+        engine.finish()
+        weights(engine)
+
     with pytest.raises((NonFiniteError, TornError), match="weights of unit .* are not finite"):
-        steps_and_settles(engine, 0)
+        step_and_settle()
     with pytest.raises(TornError, match="weights of unit .* are not finite"):
         weights(engine)
     engine.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forget() -> Iterator[None]:
-    yield
-    on_the_host.cache_clear()

@@ -22,7 +22,7 @@ from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
-from tests.cases.models import gpt2, share
+from tests.cases.models import gpt2, share, wide_llama
 from tests.cases.run import small
 from tests.engine.handmade import TiedBlocks, UsedTwice
 from tests.engine.inside import leave_spare_memory
@@ -80,7 +80,7 @@ HOW: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"rows": (2, 2), "optimizer": LOMO(lr=0.05), "max_grad_norm": 0.2},
     ),
-    "weights in int8": (2, {"case": "first row in bf16", "rows": (2, 2), "link_weights": "int8"}),
+    "weights in int8": (2, {"make": wide_llama, "precision": "bf16", "rows": (2, 2), "link_weights": "int8"}),
 }
 QUICK = ("plain", "four ranks", "dropout", "slow links, any order")
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload import AdamW, Engine, Placement
 from offload.app.training.resident import ResidentTrainer
+from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
@@ -35,12 +36,13 @@ from tests.engine.sizes import tier_bytes, up
 
 
 def dequantised(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a copy with dequantized values in the frozen block matrices."""
-    model = copy.deepcopy(model)
-    for parameter in coded(model).values():
-        values = decoded(CODECS[codec], parameter.detach().reshape(-1), dtype)
-        parameter.data.copy_(values.view(parameter.shape))
-    return model
+    """Return a copy with the values that an engine decodes."""
+    plain = copy.deepcopy(model)
+    infos = describe_parameters(model, AdamW(), "fp32", codec)
+    for info, parameter in zip(infos, plain.parameters(), strict=True):
+        if info.is_quantized:
+            parameter.data.copy_(decoded(info.codec, parameter.detach().flatten(), dtype).view(parameter.shape))
+    return plain
 
 
 def coded(model: nn.Module) -> dict[str, nn.Parameter]:

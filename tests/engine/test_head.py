@@ -13,8 +13,6 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from offload import Engine, Placement
 from offload.distributed.comm import Comm
@@ -99,21 +97,6 @@ def smoothed() -> nn.Module:
     return Smoothed(t.LlamaConfig(**GROUPED | SPECIAL))
 
 
-class Largest(TorchDispatchMode):
-    """Record the size of the largest floating-point tensor made by any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(results):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self.numel = max(self.numel, leaf.numel())
-        return results
-
-
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
     """Collect a streamed module's input shapes. A hook of the module alone would begin a new recording."""
@@ -168,27 +151,6 @@ def test_a_family_with_another_loss_is_not_chunked(make: Maker) -> None:
     with calls_of(engine.model.get_output_embeddings()) as shapes:
         engine.step(tokens(2))
     assert [shape[0] * shape[1] for shape in shapes] == [ROWS * LENGTH]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("chunk_bytes", "method"), [(CHUNK, "evaluate"), (1, "step")])
-def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> None:
-    """With small weights and a large vocabulary, the largest tensor is a chunk."""
-    vocabulary = 2000
-    chunk_bytes *= vocabulary // VOCABULARY
-    size = max(1, chunk_bytes // (vocabulary * 4))
-
-    def largest(**settings: Any) -> int:
-        engine = Engine(build(lambda: llama(vocab_size=vocabulary, hidden_size=8)), **settings)
-        engine.step(tokens())
-        with Largest() as seen:
-            getattr(engine, method)(tokens(1))
-        return seen.numel
-
-    assert largest() >= ROWS * LENGTH * vocabulary, "a check of the checker"
-    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with padding
-    assert largest(head_chunk_bytes=chunk_bytes) <= max(size * vocabulary, weights_)
-    assert size * vocabulary < ROWS * LENGTH * vocabulary / 2
 
 
 @pytest.mark.slow

@@ -145,17 +145,6 @@ class MixesRows(Block):
         return super().forward(h) + 1e-3 * h.mean(0, keepdim=True)
 
 
-class Freezes(Stack):
-    """Freeze a weight for the forward and unfreeze afterwards: the weight gets no gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.blocks[0].up.weight
-        weight.requires_grad_(False)
-        result = super().forward(x)
-        weight.requires_grad_(True)
-        return result
-
-
 class Collects(Stack):
     """Collect norms in an attribute above the units."""
 
@@ -235,11 +224,6 @@ def test_what_units_put_into_lists_and_is_lost_is_found(monkeypatch: pytest.Monk
     assert not verdict(build(AppendsToItsArgument))
     monkeypatch.setattr(arguments, "_find_changes", lambda *_: [])
     assert re.search(r"give different results: (the loss is|result)", verdict(build(AppendsToItsArgument)))
-
-
-def test_a_gradient_that_plain_pytorch_does_not_make_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict(build(Freezes))
-    assert not found or "blocks.0.up.weight" in found
 
 
 class Doubts(Block):
