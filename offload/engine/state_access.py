@@ -86,6 +86,33 @@ class StateAccess(Figures):
                 value = value.to(self._weights.dtypes[info.index])
             yield info.name, value
 
+    def weight_buckets(self, num_bytes: int, dtype: torch.dtype | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield all weights by name, for a sampler: new CPU copies, as many at a time as fit `num_bytes` of host
+        memory. A larger weight comes alone. Works on a parked engine. Drop a bucket before the next one. Collective.
+
+        dtype: None: the original dtypes. Quantized weights (`frozen_weights`) are dequantized.
+        """
+        self._settle("weight_buckets")
+        bucket: dict[str, torch.Tensor] = {}
+        held = 0
+        for info in self._weights.infos:
+            own = dtype or self._weights.dtypes[info.index]
+            size = info.numel * own.itemsize
+            if bucket and held + size > num_bytes:
+                yield bucket
+                bucket, held = {}, 0
+            bucket[info.name] = self._read_in(own, info)
+            held += size
+        yield bucket
+
+    def _read_in(self, dtype: torch.dtype, info: ParameterInfo) -> torch.Tensor:
+        """Return master weights in another dtype, read in blocks, so that no fp32 copy of all of them exists."""
+        value = torch.empty(info.numel, dtype=dtype)
+        for begin in range(0, info.numel, _BLOCK):
+            end = min(begin + _BLOCK, info.numel)
+            value[begin:end] = self._read(info, (begin, end))
+        return value.view(info.shape)
+
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
         """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
         self._end_exchanges()  # a step may have run since the last request

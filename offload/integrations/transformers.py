@@ -71,17 +71,21 @@ class OffloadMixin(_Base):
     model: Any
     optimizer: Any
 
-    def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`offload`: engine settings, as a mapping.
+    def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, park: bool = False, **kwargs: Any) -> None:
+        """`offload`: engine settings, as a mapping. `park`: with TRL's GRPO over vLLM the engine holds no memory of the
+        device while texts are generated (`Engine.park`).
 
         Keys: `placement` (a Placement, or its fields), and any `Engine` keyword not decided by the Trainer's arguments.
         `optimizer`, an update rule, overrides `optim`, learning rate and decay. Raises ConfigError.
         """
         self._offload = dict(offload or {})
+        self._parks = park
         self._dtype: torch.dtype | None = None  # dtype for saving the model
         super().__init__(*args, **kwargs)
         self.model = remove_compile_wrappers(self.model)
         self.model_wrapped = self.model
+        if park:
+            _check_park(self)
         _put_callback_first(self)
         _adopt(self)
 
@@ -228,6 +232,14 @@ class OffloadMixin(_Base):
         _refuse_other_losses(self)
         model.train()
         return own.descend(self._prepare_inputs(inputs)).loss.to(self.args.device)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Like GRPOTrainer._generate. With `park` the engine lends the device to the sampler meanwhile."""
+        if not (self._parks and self._is_engaged):
+            return super()._generate(*args, **kwargs)
+        assert self.engine is not None
+        with self.engine.parked():
+            return super()._generate(*args, **kwargs)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -531,6 +543,23 @@ def _refuse_other_losses(trainer: Any) -> None:
             f"{argument} replaces the model's loss, but a step of {rule} uses the loss that the model returns, from "
             "several interleaved passes. Leave it out and let the model compute its loss, or call engine.step(batch, "
             "loss_fn) in your own loop."
+        )
+
+
+def _check_park(trainer: Any) -> None:
+    """Raise ConfigError if the engine computes what is generated, or would be parked within a step."""
+    if getattr(trainer, "vllm_generation", None) is None:
+        raise ConfigError(
+            "park=True lends the device to vLLM while it generates, and this Trainer generates nothing, or with the "
+            "engine: set use_vllm=True in its arguments, or leave park out."
+        )
+    args = trainer.args
+    every = args.steps_per_generation * trainer.num_iterations
+    if every % args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"park=True needs texts that are generated between two steps, and these come every {every} batches of a "
+            f"step of {args.gradient_accumulation_steps}: set steps_per_generation to a multiple of "
+            "gradient_accumulation_steps."
         )
 
 

@@ -8,6 +8,7 @@ import gc
 import itertools
 import random
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import offload
 from offload import Engine
 from offload.distributed.joining import open_comm
+from offload.engine import state_access
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
+from offload.layout.regions import ParameterInfo
 from tests.cases.features import CASES, PLACES, Cell
 from tests.cases.models import build, llama, tokens
 from tests.cases.run import Step, Training, small
@@ -267,3 +270,27 @@ def test_ranks_park_together(stage: int, place: str) -> None:
     parked, plain = (ranks.run(2, on_ranks, parks=parks, stage=stage, place=place) for parks in (True, False))
     for mine, wanted in zip(parked, plain, strict=True):
         assert_same(mine, wanted)
+
+
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_weights_come_in_buckets(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: hold the last weight of a bucket while the next one is read."""
+    monkeypatch.setattr(state_access, "_BLOCK", 100)  # weights in several blocks
+    placement, most = Training(CASES["llama"], Cell(PLACES[place]), tmp_path).placement, 5000
+    with Engine(build(llama), placement=placement, precision="bf16") as engine, engine.parked():
+        wanted, read = weights(engine), engine._read
+        given: list[weakref.ref[torch.Tensor]] = []
+
+        def watched(info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
+            assert not [each for each in given if each() is not None], "a bucket is held beside the next one"
+            return read(info, span)
+
+        monkeypatch.setattr(engine, "_read", watched)
+        for dtype in (None, torch.bfloat16):
+            found: dict[str, torch.Tensor] = {}
+            for bucket in engine.weight_buckets(most, dtype):
+                assert len(bucket) == 1 or sum(value.nbytes for value in bucket.values()) <= most
+                found |= {name: value.clone() for name, value in bucket.items()}
+                given += map(weakref.ref, bucket.values())
+                del bucket
+            assert_same(found, {name: value.to(dtype or torch.float32) for name, value in wanted.items()})

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification, set_seed
 
 from offload.checkpoint.reader import Reader
+from offload.errors import ConfigError
 from tests.integrations.plain import (
     SameBits,
     assert_same_run,
@@ -28,6 +29,7 @@ needs("accelerate", "datasets", "trl")
 
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from trl.trainer import grpo_trainer  # noqa: E402
 
 from offload.integrations.transformers import OffloadMixin  # noqa: E402
 
@@ -45,6 +47,42 @@ class Reward(OffloadMixin, trl.RewardTrainer): ...
 
 
 class GRPO(OffloadMixin, trl.GRPOTrainer): ...
+
+
+class Sampler:
+    """In place of vLLM: samples from a model in memory, with the weights of the engine."""
+
+    def __init__(self, **_: Any) -> None:
+        self._model = llama().eval()
+        self._dice = torch.Generator().manual_seed(1)
+        self.held: list[int] = []
+        """At each call, bytes of the device in the ledger of the engine."""
+        self._iter_named_params: Any = None  # the engine's weights, from the Trainer
+
+    def _fix_param_name_to_vllm(self, name: str) -> str:
+        return name
+
+    def _look(self) -> None:
+        (trainer, _) = self._iter_named_params.args
+        self.held.append(sum(num_bytes for tier, _, num_bytes in trainer.engine.allocations if tier == "device"))
+
+    def sync_weights(self) -> None:
+        self._look()
+        self._model.load_state_dict(dict(self._iter_named_params()), strict=False)
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
+        self._look()
+        completions, logs = [], []
+        for prompt in prompts:
+            ids, chances = list(prompt), []
+            for _number in range(6):
+                log_probs = self._model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+                ids.append(int(torch.multinomial(log_probs.exp(), 1, generator=self._dice)))
+                chances.append([float(log_probs[ids[-1]])])
+            completions.append(ids[len(prompt) :])
+            logs.append(chances)
+        return prompts, completions, logs, None
 
 
 TEXTS = [{"text": "the quick brown fox jumps over the lazy dog " * (1 + number % 3)} for number in range(32)]
@@ -222,3 +260,32 @@ def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
     for folder, trainer in ((tmp_path / "plain", plain), (tmp_path / "saved", offloaded)):
         trainer.save_model(str(folder))
     assert_same_weights(*(load_file(tmp_path / each / "adapter_model.safetensors") for each in ("saved", "plain")))
+
+
+def sampled(folder: Path, **how: Any) -> Any:
+    """Return a GRPO trainer over an engine, with texts from `Sampler`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+        return made("grpo", folder, True, max_steps=3, use_vllm=True, vllm_mode="colocate", **how)
+
+
+def test_the_device_is_lent_to_vllm_while_it_generates(tmp_path: Path) -> None:
+    """Break: generate without `parked`."""
+    runs = []
+    for park in (True, False):
+        trainer = sampled(tmp_path, gradient_accumulation_steps=2, kwargs={"park": park})
+        trainer.train()
+        held = trainer.vllm_generation.held
+        assert len(held) == 6
+        assert not any(held) if park else all(held)
+        runs.append((logged(trainer), logged(trainer, "grad_norm"), dict(trainer.engine.named_parameters())))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][0]
+    assert_same_weights(runs[0][2], runs[1][2])
+
+
+def test_a_park_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use_vllm=True"):
+        made("grpo", tmp_path, True, kwargs={"park": True})
+    with pytest.raises(ConfigError, match="every 1 batches of a step of 2"):
+        sampled(tmp_path, gradient_accumulation_steps=2, steps_per_generation=1, kwargs={"park": True})
