@@ -185,6 +185,7 @@ def draw(kind: str, seed: int) -> Case:
     if case.forwards is None:
         _give_products(random.Random(f"products of {kind} {seed}"), case)
         _give_stage(random.Random(f"stage of {kind} {seed}"), case)
+    _give_parks(random.Random(f"parks of {kind} {seed}"), case)
     if case.settings.get("optimizer") in _BY_MATRIX:
         for layout in case.layouts:  # these rules update whole parameters, not pieces
             layout.pop("update", None)
@@ -234,6 +235,13 @@ def _give_stage(dice: random.Random, case: Case) -> None:
     if case.model["make"] == "mosaic" and not case.habits and dice.random() < 0.1:
         case.settings["stage"] = dice.choice(STAGES)
         case.plain = False  # the twin runs the stage too
+
+
+def _give_parks(dice: random.Random, case: Case) -> None:
+    """Park the engine before some operations. A twin is reference enough."""
+    for op in case.ops:
+        if op.get("do") in ("step", "own", "evaluate") and dice.random() < 0.1:
+            op["parks"] = True
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ HABITS = {
     "probe": r"delta|inputs|autograd",
     "freeze": r"requires_grad|frozen|froze|thawed",
     "midway": r"requires_grad|frozen|froze|thawed",
+    "parks": r"(?!)",
     "scheduler": r"betas|momentum",
     "change": r"betas|eps|momentum|weight_decay",
 }

@@ -127,6 +127,10 @@ class Player:
         """Return the result of an operation. Raises Refused for a refusal by the engine."""
         torch.manual_seed(op["seed"])
         self._freeze(self.engine, op.get("freeze"))
+        if op.get("parks"):
+            with suppress(DoesNotFitError):  # without room on the host, nothing changes
+                self.engine.park()
+            self.engine.resume()
         try:
             return getattr(self, f"_{op['do']}")(op)
         except _SEVERE:
