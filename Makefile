@@ -20,9 +20,9 @@ ON_HOST := any_batch batches disk_faults early exporting loss_rule memory owners
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Tests not repeated on the simulated device: disk and checkpoint cases, covered with delays on both sides in tests/accelerator, and
 # model types, update rules, features and scripts, whose units move like all others: tests/contracts runs each feature there.
-SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition generators_and_buffers handmade judge \
-  own_loops parameters recording rules adapters adapted_experts changed_base compiled_by_users delay document_attention \
-  group_loss layouts lomo matrix_rules model_files passes quantized stages tensor_parallel tiles toy_stage)
+SHOWN := $(wildcard $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition generators_and_buffers handmade judge \
+  own_loops parameters recording rules adapters adapted_experts compiled_by_users delay document_attention \
+  group_loss layouts lomo model_files passes quantized stages tensor_parallel tiles toy_stage))
 # With this variable, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # pip's warnings are shown only after a failure.
