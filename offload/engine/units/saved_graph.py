@@ -17,8 +17,8 @@ from offload.errors import OffloadError
 from offload.tiers.slots import Slots
 
 Root = torch.Tensor | GradientEdge | None
-"""Target of an incoming gradient: a result tensor, or a gradient edge if the tensor must be freed. None: no gradient.
-"""
+"""Target of an incoming gradient: the edge of a result, which does not hold the memory of the result, or a tensor that
+stays alive outside the unit. None: no gradient."""
 
 
 class TooMuchToKeepError(Exception):
@@ -144,7 +144,7 @@ def run_with_graph(
     Return the graph, and the result for the caller, detached from the graph to avoid a cycle.
 
     `changed`: indices of inputs changed in place. The forward changes copies, with roots after those of the results.
-    `leaving`: indices of inputs that the graph must not hold; results are not held either. None: hold all.
+    `leaving`: indices of inputs that the graph must not hold. None: hold all.
     """
     inputs = use.tensors
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, use.needs or (), strict=True)]
@@ -171,18 +171,15 @@ def run_with_graph(
     results = result.tensors
     dirty = [t for i in sorted(changed) if (t := graph_inputs[i]).is_floating_point()]
     targets = [*results, *[t for t in dirty if all(t is not other for other in results)]]
-    roots: list[Root] = [_root_of(t, holds=leaving is None) for t in targets]
+    roots: list[Root] = [_root_of(t) for t in targets]
     original = {id(leaf): t for leaf, t in zip(graph_inputs, inputs, strict=True)}
     results[:] = [original.get(id(t), t.detach()) for t in results]  # an input stays the tensor of the caller
     return Graph(leaves, roots), result
 
 
-def _root_of(target: torch.Tensor, holds: bool) -> Root:
-    """Return the root of a graph for a result. `holds`: the root may hold the memory of the result."""
+def _root_of(target: torch.Tensor) -> Root:
     if not target.requires_grad:
         return None
-    if holds:
-        return target
     return get_gradient_edge(target)
 
 

@@ -508,8 +508,6 @@ class _UnitBoundary(torch.autograd.Function):
             torch.empty_strided(*like[:2], dtype=like[2], device="meta") if source is None else tensors[source]
             for source, like in zip(measurement.sources, measurement.likes, strict=True)
         )
-        if measurement.work.keeps_graph:  # a saved graph also keeps the results alive
-            ctx.results = [t.detach() for t in outputs]
         plain = [t for t, differs in zip(outputs, measurement.differentiable, strict=True) if not differs]
         ctx.mark_non_differentiable(*plain)
         return outputs
@@ -517,7 +515,7 @@ class _UnitBoundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         ctx.probe.backward_of(ctx.number)
-        tensors, ctx.tensors, ctx.results = ctx.tensors, (), ()
+        tensors, ctx.tensors = ctx.tensors, ()
         gradients = [
             torch.empty_like(t) if need else None for t, need in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]

@@ -386,8 +386,6 @@ class StepMemory:
                 continue
             if is_kept:
                 kept_bytes += call.saved_bytes * parts
-                if self._keeps_results(number, kept, offloaded):
-                    kept_bytes += call.result_bytes * parts
             joined = 2 * parts if parts > 1 else 0  # parts, and the whole they are copied into
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
             backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes
@@ -406,20 +404,6 @@ class StepMemory:
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
             peak_bytes = max(peak_bytes, kept_bytes + max(forward, backward))
         return max(0, peak_bytes - waiting_bytes)
-
-    def _keeps_results(self, number: int, kept: Kept, offloaded: frozenset[int]) -> bool:
-        """True if a graph on the device holds results of its own: the next use has no such input on the device."""
-        calls, following = self.workload.calls, number + 1
-        if calls[number].keeps_graph:  # a stretch that follows was measured with the results
-            names = [n for n in range(following, len(calls)) if calls[n].name is not None]
-            if not names:
-                return False
-            following = names[0]
-        elif following == len(calls) or calls[following].name is None:
-            return True
-        is_joined = self.workload.num_micro_batches > 1
-        leaves = following in offloaded or self._place_inputs(calls[following], following in kept.graphs)[1] > 0
-        return is_joined or leaves
 
     def _forward_only_bytes(self) -> int:
         """Return the peak operation memory for a forward-only step (MeZO).

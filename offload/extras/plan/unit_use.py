@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import UnitCandidate
@@ -265,14 +266,17 @@ class UnitMeasurements:
         return ProductWork(kept_bytes, cost, max(0, forward_bytes), counter.peak_bytes - before)
 
 
-def _run_backward(unit: UnitCandidate, results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Run a backward. Each weight gradient is dropped once complete, as if added to the gradient buffer."""
+def _run_backward(unit: UnitCandidate, results: list[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Run a backward, and empty the list of results. Each weight gradient is dropped once complete, as if added to the
+    gradient buffer.
+    """
     weights = [p for p in unit.module.parameters() if p.requires_grad]
     hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in weights]
-    pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad]
+    pairs = [(get_gradient_edge(t), g) for t, g in zip(results, gradients, strict=True) if t.requires_grad]
+    results.clear()  # as in the engine, whose graphs hold no results
     if pairs:  # tiles run again in here; another watcher hides their graphs from the caller's
         with saved_tensors_watched(lambda _tensor: None):
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs])
     for hook in hooks:
         hook.remove()
 
