@@ -27,7 +27,9 @@ class Norm(float):
     """Gradient norm that equals another within 1e-7. A device sums the parts in a different order."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and math.isclose(self, other, rel_tol=1e-7)
+        if not isinstance(other, float):  # `pytest.approx` compares by itself
+            return NotImplemented
+        return math.isclose(self, other, rel_tol=1e-7)
 
     __hash__ = float.__hash__
 
