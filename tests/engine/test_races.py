@@ -96,14 +96,14 @@ def used_before_it_was_read(kind: str) -> Change:
     return change
 
 
-def begun_at_once(lane: str) -> Change:
-    """Start work on a lane before the data to read are ready."""
+def begun_at_once(*lanes: str) -> Change:
+    """Start work on lanes before the data to read are ready."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = ThreadLane.submit
 
         def submit(self: ThreadLane, work: Callable[[], object], **how: Any) -> Ticket:
-            return original(self, work, **how | ({"reads": ()} if self.name == lane else {}))
+            return original(self, work, **how | ({"reads": ()} if self.name in lanes else {}))
 
         patch.setattr(ThreadLane, "submit", submit)
 
@@ -237,7 +237,7 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "gradients land on others that are being written": (reused_at_once(UPDATE_RING, "nvme_write"), WAITING),
     "gradients are read over others that an update reads": (reused_at_once(UPDATE_RING, "update"), WAITING),
     "states go up before their gradients landed": (begun_at_once("update_up"), FREE | {"update": "device"}),
-    "states are updated before they went up": (begun_at_once("update"), STREAMED),
+    "states are updated before they went up": (begun_at_once("update", "update_on_device"), STREAMED),
     "states come down before they were updated": (begun_at_once("update_down"), STREAMED),
     "states go up over others that are coming down": (reused_at_once(DEVICE_RING), STREAMED),
     "weights are fetched before they came down": (without("weights", "before_read"), STREAMED),
