@@ -165,16 +165,22 @@ class Residence:
         return sum(region.plane(plane).disk_bytes(numel) for plane in self.planes_on(DISK, region, is_own))
 
     def disk_bytes(self, region: Region) -> dict[str, int]:
-        """Return the bytes on disk by plane name: whole pages for each tile."""
+        """Return the bytes on disk by plane name: whole pages for each tile.
+
+        Equal on all ranks. Whole matrices are cut into other tiles on each rank: the rank with the most bytes decides.
+        """
         sizes: dict[str, int] = {}
         if DISK not in self.row(region).tiers.values():
             return sizes
-        for owner in self.sharding.partners:  # weights in all ranges on this rank, and other planes in the own range
-            lengths = Counter(end - begin for begin, end in self.tiles(region, owner))
-            for name in self.planes_on(DISK, region, owner == self.sharding.owner):
-                plane = region.plane(name)
-                num_bytes = sum(count * plane.disk_bytes(length) for length, count in lengths.items())
-                sizes[name] = sizes.get(name, 0) + num_bytes
+        num_cuts = 1  # all ranges are cut alike
+        if region.by_matrix:
+            num_cuts = self.sharding.num_ranges
+        cuts = [Counter(end - begin for begin, end in self.tiles(region, owner)) for owner in range(num_cuts)]
+        for name in self.planes_on(DISK, region):
+            plane = region.plane(name)
+            sizes[name] = max(sum(count * plane.disk_bytes(numel) for numel, count in cut.items()) for cut in cuts)
+            if not self.sharding.is_own(plane):  # weights: of all ranges on this rank
+                sizes[name] *= len(self.sharding.partners)
         return sizes
 
     def num_bytes(self, regions: Iterable[Region]) -> int:

@@ -135,6 +135,26 @@ def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, s
                 assert end - begin <= tile or len(its) <= 1
 
 
+@pytest.mark.parametrize("sharding", [Sharding(0, 2, 1), Sharding(0, 2, 3), Sharding(0, 2, 3, 0, 2, spreads=True)])
+def test_all_ranks_plan_the_disk_of_the_rank_with_most_pages(sharding: Sharding) -> None:
+    """One rank owns more matrices than another, so its tiles end inside more pages."""
+    info = ParameterInfo(index=0, name="w", shape=(70, 60), trainable=True, compute="bf16", bf16_source=False)
+    matrices, num_ranges = [replace(info, index=index) for index in range(5)], sharding.num_ranges
+    (region,) = build_regions(
+        matrices, {"unit": range(5)}, MOMENTS, sharding.num_ranks, factors={0: ()}, num_ranges=num_ranges
+    )
+    rows = {region.index: Row(dict.fromkeys((plane.name for plane in region.states), DISK), 2048)}
+    planned, written = [], []
+    for rank, replica in itertools.product(range(sharding.size), range(sharding.num_replicas)):
+        own = replace(sharding, rank=rank, replica=replica)
+        layout = Residence(rows, own)
+        tiles = [(owner == own.owner, tile) for owner in own.partners for tile in layout.tiles(region, owner)]
+        written.append(sum(layout.record_bytes(region, end - begin, is_own) for is_own, (begin, end) in tiles))
+        planned.append(layout.num_bytes([region]))
+    assert set(planned) == {max(written)}
+    assert sharding.publishes == (len(set(written)) == 1)
+
+
 @pytest.mark.parametrize(
     ("shape", "rows", "columns", "elements"),
     [((), 0, 0, 1), ((7,), 0, 0, 7), ((3, 5), 3, 5, 0), ((2, 3, 5), 6, 10, 0), ((2, 4, 3, 5), 24, 40, 0)],
