@@ -87,8 +87,9 @@ class StateAccess(Figures):
             yield info.name, value
 
     def weight_buckets(self, num_bytes: int, dtype: torch.dtype | None = None) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield all weights by name, for a sampler: new CPU copies, as many at a time as fit `num_bytes` of host
-        memory. A larger weight comes alone. Works on a parked engine. Drop a bucket before the next one. Collective.
+        """Yield all weights by name, without companions, for a sampler: new CPU copies, as many at a time as fit
+        `num_bytes` of host memory. A larger weight comes alone. Works on a parked engine. Drop a bucket before the next
+        one. Collective.
 
         dtype: None: the original dtypes. Quantized weights (`frozen_weights`) are dequantized.
         """
@@ -96,6 +97,8 @@ class StateAccess(Figures):
         bucket: dict[str, torch.Tensor] = {}
         held = 0
         for info in self._weights.infos:
+            if info.companion:
+                continue
             own = dtype or self._weights.dtypes[info.index]
             size = info.numel * own.itemsize
             if bucket and held + size > num_bytes:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.engine.companions import without_companions
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
 from offload.engine.prepare import disable_checkpointing
@@ -570,6 +571,7 @@ def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tenso
             "use_vllm with a PEFT model merges the adapter into the base for each generation, but an engine streams a "
             "frozen base: set use_vllm=False, or train the whole model."
         )
-    shown = dict(trainer.model.named_parameters())
-    for name, value in trainer.engine.named_parameters():
+    with without_companions(trainer.model):  # vLLM samples from the trained model alone
+        shown = dict(trainer.model.named_parameters())
+    for name, value in trainer.engine.named_parameters(names=shown):
         yield vllm._fix_param_name_to_vllm(name), value.to(trainer.accelerator.device, shown[name].dtype)

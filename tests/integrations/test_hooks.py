@@ -45,12 +45,13 @@ def test_checkpointing_of_gradients_is_left_off() -> None:
 
 
 def test_vllm_gets_the_engines_weights() -> None:
-    """TRL calls `_iter_named_params` for names and tensors."""
+    """TRL calls `_iter_named_params` for names and tensors. vLLM has no companion of the model."""
     needs("trl")
     from trl.generation.vllm_generation import VLLMGeneration
     from trl.trainer import grpo_trainer
 
     from offload import AdamW, Engine
+    from offload.engine.companions import add_companion
     from offload.integrations.transformers import weights_for_vllm
     from tests.integrations.plain import PLACEMENT, llama
 
@@ -60,6 +61,7 @@ def test_vllm_gets_the_engines_weights() -> None:
     vllm = VLLMGeneration.__new__(VLLMGeneration)
     model = llama()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    add_companion(model, "teacher", llama())
     engine = Engine(model, AdamW(), PLACEMENT)
     own = type("Trainer", (), {"model": model, "engine": engine, "accelerator": Accelerator(cpu=True)})
     found = dict(weights_for_vllm(own, vllm))
