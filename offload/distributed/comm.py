@@ -91,6 +91,11 @@ class Comm:
         return 1  # exchanges between machines pair the ranks at one place
 
     @property
+    def most_local(self) -> int:
+        """Number of ranks on the machine with the most ranks. All ranks have one plan, which must fit there too."""
+        return max(Counter(self.world.machines).values())
+
+    @property
     def num_far(self) -> int:
         """Number of ranks on other machines."""
         return sum(machine != self.machines[self.rank] for machine in self.machines)

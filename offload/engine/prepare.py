@@ -125,7 +125,7 @@ class EnginePlan:
 
         Allocates nothing. Collective. Raises ConfigError and DoesNotFitError.
         """
-        placement, compiles = settings.placement.share(comm.local_size), settings.compile_on(machine.device)
+        placement, compiles = settings.placement.share(comm.most_local), settings.compile_on(machine.device)
         settings = replace(settings, device=machine.device, placement=placement, compile=compiles)
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
         return cls(settings, structure, plan)
@@ -239,17 +239,16 @@ def engine_device(settings: Settings, comm: Comm) -> torch.device:
     return comm.device
 
 
-def _field_texts(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
-    """Return dataclass fields as text, equal on all ranks for equal values."""
-    values = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
-    placement = values.get("placement")
+def _field_texts(value: Any, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """Return dataclass fields as text, equal on all ranks for equal values. A placement is a mapping of such texts."""
+    texts: dict[str, Any] = {f.name: repr(getattr(value, f.name)) for f in fields(value) if f.name not in ignored}
+    placement = getattr(value, "placement", None)
     if isinstance(placement, Placement):
-        # Folder names and ranks per machine may differ between ranks; the plans are compared too.
-        folder = None
+        folder = None  # names of folders may differ between ranks
         if placement.nvme_dir is not None:
             folder = "given"
-        values["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
-    return {name: repr(field_value) for name, field_value in values.items()}
+        texts["placement"] = _field_texts(replace(placement, nvme_dir=folder))
+    return texts
 
 
 def disable_checkpointing(model: nn.Module) -> None:

@@ -299,7 +299,7 @@ def make_plan(
     sharding = sharding_of(settings, comm)
     free = machine.free_memory(comm)
     request = _Request(settings, units, regions, sharding, free, machine.has_accelerator)
-    plan_with = partial(_make_plan, request, comm.local_size if checks else None)
+    plan_with = partial(_make_plan, request, comm.most_local if checks else None)
     place = settings.optimizer.place_update(settings.update, sharding.num_ranks)
     if place != "auto":
         return plan_with(place)

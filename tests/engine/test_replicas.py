@@ -168,3 +168,27 @@ def test_auto_is_a_replica_a_machine_and_sends_less_than_states_over_all_ranks()
         )
         assert others["network_bytes"] > 2 * moved["network_bytes"]
         assert_near(by_auto, over_all, 1e-6)
+
+
+def refused_on_unequal_machines() -> str:
+    """Return the error for a budget too small for the two ranks of the first machine, and enough for one rank."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_WORLD_SIZE=str((2, 2, 1)[rank]), LOCAL_RANK=str((0, 1, 0)[rank]))
+    numel = Elements(build(CASES["plain"].make), 3).all_trained
+    return refusal(zero_stage=0, placement={"host_memory": 24 * numel})
+
+
+@cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
+def test_the_machine_with_most_ranks_decides_the_budgets_of_all() -> None:
+    """Break: divide budgets by the ranks of the own machine, so that one rank waits for refused ones."""
+    first, *others = run(3, refused_on_unequal_machines)
+    assert "for each of the 2 ranks that share it" in first
+    assert others == [first] * 2
+
+
+def test_budgets_that_differ_by_rank_are_refused_on_all() -> None:
+    """Break: leave the budgets out of the comparison, so that one rank waits for refused ones."""
+    first, second = run(2, refusal, by_rank={1: {"placement": {"host_memory": 4096}}})
+    assert first == second
+    assert "the engine's settings must be the same on all ranks" in first
+    assert "rank 1: placement.host_memory '4096' instead of 'None'" in first
