@@ -281,10 +281,14 @@ def test_a_run_learns_resumes_and_exports(run: Any, folder: Path, tmp_path: Path
 
 
 def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path) -> None:
-    """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step."""
+    """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
+    the teacher among the parameters.
+    """
     own = {"offload__device_memory": "1MiB", "train__head_chunk_bytes": 16 * 384 * 4, "train__recompute": "always"}
     _, lines, _ = run("run", **asked(folder, **own, train__steps=5))
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    stored = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert plan["num_parameters"] == sum(each.numel() for each in stored.values())
     for link, num_bytes in plan["lane_bytes"].items():
         assert lines[-1][f"{link}_bytes"] == num_bytes, link
     device = plan["tiers"]["device"]["bytes"] + plan["lent_bytes"]

@@ -460,7 +460,7 @@ class Forecaster:
             config,
             hardware,
             type(getattr(self._built.model, "get_base_model", lambda: self._built.model)()).__name__,
-            sum(info.numel for info in prepared.structure.infos),
+            sum(info.numel for info in prepared.structure.infos if not info.companion),
             self.num_ranks,
             memory,
             None,
