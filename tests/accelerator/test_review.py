@@ -504,9 +504,12 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
 def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):
     one, other = engine(), engine()
     slots = parts_of(one).slots
-    for seed in range(3):
+    least = slots.capacity_bytes
+    for seed in range(20):  # spare memory is lent after steps with equal peaks, and streams make peaks differ
         one.step(tokens(seed))
         other.step(tokens(seed))
+        if slots.capacity_bytes > least:
+            break
     full = slots.capacity_bytes
     fails = iter([True])  # an iterator: a list would be restored after the trial run
 
