@@ -68,6 +68,14 @@ def rows(groups: int = 6, texts: int = 2, *, seed: int = 1) -> dict[str, torch.T
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def with_short_query(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch with one token in its first row."""
+    found = {key: value.clone() for key, value in batch.items()}
+    for key, filler in ("input_ids", 0), ("attention_mask", 0), ("labels", -100):
+        found[key][0, 1:] = filler
+    return found
+
+
 def trained(
     family: str, batch: Mapping[str, torch.Tensor], loss: InfoNCE, num_steps: int = 2, **settings: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -151,7 +159,7 @@ def test_chunks_of_similarities_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_rank(num_ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train on five groups: rank 0 has three, rank 1 two."""
-    batch = rows(groups=5)
+    batch = with_short_query(rows(groups=5))
     with open_comm() as comm:
         if num_ranks > 1:
             part = slice(0, 6) if comm.rank == 0 else slice(6, 10)
@@ -160,9 +168,11 @@ def on_rank(num_ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_negatives_come_from_all_ranks() -> None:
-    """Two ranks are one but for the order of sums. Break: gather no rows; take the slopes of the own queries alone."""
+    """Two ranks are one but for the order of sums. Break: gather no rows; take the slopes of the own queries alone;
+    let the engine weigh ranks by their rows with two tokens.
+    """
     (losses, own), other = run_ranks(2, on_rank, num_ranks=2)
-    wanted, alone = trained("bert", rows(groups=5), InfoNCE())
+    wanted, alone = trained("bert", with_short_query(rows(groups=5)), InfoNCE())
     assert losses == other[0] == pytest.approx(wanted, rel=1e-5)
     for name, value in alone.items():
         assert torch.equal(own[name], other[1][name])
@@ -186,6 +196,44 @@ def test_known_and_probable_answers_are_no_negatives() -> None:
     left_out |= scores * 0.5 > scores.diagonal()[:, None] * 0.5 + 0.1
     wanted = torch.nn.functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), torch.arange(4))
     assert other(outputs, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_a_text_of_one_token_counts() -> None:
+    """Break: count rows with a second token, as if it were predicted."""
+    loss = InfoNCE()
+    with Engine(made(), SGD(lr=1.0), **UNCLIPPED) as engine:
+        result = engine.step(with_short_query(rows(groups=3)), loss)
+    assert result.tokens == 6
+    assert len(loss.metrics["accuracy"]) == 3
+
+
+def test_accuracy_is_of_the_largest_size() -> None:
+    """By the first number alone, no answer is the nearest text. Break: take the first or the last size."""
+    vectors = torch.tensor([[1.0, 9.0], [-1.0, 9.0], [1.0, -9.0], [-1.0, -9.0]])
+    batch = {"input_ids": torch.arange(8).view(4, 2), "labels": torch.ones(4, 2, dtype=torch.int64)}
+    outputs = {"last_hidden_state": vectors[:, None].expand(4, 2, 2)}
+    for sizes in (2, 1), (1, 2):
+        loss = InfoNCE(sizes=sizes)
+        loss.begin()
+        loss(outputs, batch)
+        loss.keep()
+        assert loss.metrics["accuracy"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("pooling", losses_module.POOLINGS)
+def test_padding_on_the_left_is_that_on_the_right(pooling: str) -> None:
+    """The third query is the first one: its answer is no negative. Break: pool place 0; hash tokens by their place."""
+    batch = rows(groups=3)
+    for value in batch.values():
+        value[4] = value[0]
+    states = torch.randn(6, 12, 8, generator=torch.Generator().manual_seed(0))
+    wanted = InfoNCE(pooling=pooling)({"last_hidden_state": states}, batch)
+    num_filler = int(12 - batch["attention_mask"][4].sum())
+    assert num_filler
+    for value in (*batch.values(), states):
+        value[4] = value[4].roll(num_filler, dims=0)
+    found = InfoNCE(pooling=pooling)({"last_hidden_state": states}, batch)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -312,6 +360,18 @@ def test_the_plan_is_the_run(run: Any, pairs: str, tmp_path: Path) -> None:
     assert lines[-1]["peak_device_bytes"] == pytest.approx(
         plan["tiers"]["device"]["bytes"] + plan["lent_bytes"], rel=0.02
     )
+
+
+def test_texts_of_one_token_are_trained_on(run: Any, tmp_path: Path) -> None:
+    """Break: leave out rows without a token before another."""
+    path = tmp_path / "letters.jsonl"
+    path.write_text(
+        "".join(json.dumps({"query": a, "positive": b}) + "\n" for a, b in ("ag", "bh", "ci", "dj", "ek", "fl"))
+    )
+    more = {"train__negatives": 0, "train__batch_size": 6, "train__steps": 1, "data__eval_share": 0.0}
+    _, (line,), said = run("run", **asked(str(path), **more))
+    assert "left out" not in said
+    assert line["tokens"] == 12  # texts
 
 
 def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from offload.engine.loss.loss import LossFunction, LossRule, labels_of
 from offload.engine.units.attention import SharedRows
 from offload.errors import ConfigError
 
+_RULES = [LossRule(shifts=shifts, counts_rows=counts_rows) for counts_rows in (False, True) for shifts in (True, False)]
+"""The rules by which a loss may count targets."""
+
 
 @dataclass(frozen=True)
 class RankBatch:
@@ -30,10 +33,8 @@ class RankBatch:
     """Rows in the batch."""
     micro_rows: int = 0
     """Rows per micro-batch."""
-    targets: tuple[int, int, int] = (0, 0, 0)
-    """Target counts under three rules: shifted labels, unshifted labels, rows with a target. Without labels, all three
-    are the row count.
-    """
+    targets: tuple[int, ...] = (0,) * len(_RULES)
+    """Target counts under `_RULES`. Without labels, all are the row count."""
     elements: int = 0
     """Elements in the first tensor of a batch without labels, if all tensors have rows along axis 0; else 0."""
     is_labelled: bool = False
@@ -67,7 +68,7 @@ class RankBatch:
     ) -> RankBatch:
         """Return the announcement of a batch with `rows` rows. `shared`: shared rows beyond this rank's tokens."""
         labels = labels_of(batch)
-        targets = rows, rows, rows
+        targets = (rows,) * len(_RULES)
         elements = 0
         shapes = tuple(
             (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
@@ -77,10 +78,9 @@ class RankBatch:
         if shared is not None:
             # The targets of this rank's tokens: the label of the last one is on the next rank.
             count = int((shared.targets != IGNORED).sum())
-            targets = count, count, count
+            targets = (count,) * len(_RULES)
         elif labels is not None:
-            shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
-            targets = shifted, unshifted, LossRule(counts_rows=True).count(labels)
+            targets = tuple(rule.count(labels) for rule in _RULES)
         if labels is None and has_equal_rows(batch, rows):
             # The divisor of a loss function is unknown: see `PassPlan.num_targets`.
             elements = next(iter(batch.values())).numel()
@@ -166,7 +166,7 @@ class PassPlan:
         Without labels, a loss function over tensors [rows, ...] is assumed to average over the elements of the first
         tensor.
         """
-        kind = 2 if rule.counts_rows else not rule.shifts  # the position in `RankBatch.targets`
+        kind = _RULES.index(LossRule(shifts=rule.shifts, counts_rows=rule.counts_rows))
         counts = [announcement.targets[kind] for announcement in self.ranks]
         if all(announcement.has_loss_function and announcement.elements for announcement in self.ranks):
             counts = [announcement.elements for announcement in self.ranks]

@@ -58,6 +58,8 @@ class Loss:
     """Batch values for the loss alone."""
     counts_groups: ClassVar[bool] = False
     """True if every group with targets has the same weight."""
+    shifts: ClassVar[bool] = True
+    """False if the first label of a row is a target of its own. Read if `counts_groups`; other losses are measured."""
 
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
@@ -127,13 +129,14 @@ class LossRule:
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the target count: labels not ignored, all regression values, or rows with a target (`counts_rows`)."""
+        is_target = labels != IGNORED
+        if self.shifts and labels.dim() > 1:
+            is_target = is_target[:, 1:]
         if self.counts_rows and labels.dim() == 2:
-            return int((labels[:, 1:] != IGNORED).any(1).sum())
+            return int(is_target.any(1).sum())
         if labels.is_floating_point():
             return labels.numel()
-        if self.shifts and labels.dim() > 1:
-            labels = labels[:, 1:]
-        return int((labels != IGNORED).sum())
+        return int(is_target.sum())
 
     def weight(self, labels: torch.Tensor) -> int:
         """Return the weight of a part of the batch."""

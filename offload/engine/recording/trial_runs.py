@@ -241,7 +241,7 @@ class TrialRuns:
 
         loss = as_loss(loss_fn)
         if loss.counts_groups and not loss.needs.allows_chunks:
-            return LossRule(), None
+            return LossRule(shifts=loss.shifts), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
         splitting = self._flow.splitting
         if loss_fn is not None and loss.needs.allows_chunks:  # the model loss decides if the head allows chunks

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import normalize
 
 from offload.distributed.comm import Comm
-from offload.engine.loss.batch import Batch
-from offload.engine.loss.group_loss import GroupLoss, has_target
+from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.group_loss import GroupLoss
 
 CHUNK_BYTES = 32 << 20
 """Similarities in fp32 at a time, in bytes: a chunk has some four tensors of this size with its graph."""
@@ -24,12 +24,15 @@ def _mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _last(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    places = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+    return _at((mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1), states)
+
+
+def _cls(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return _at(mask.long().argmax(1), states)  # the first token, after padding on the left
+
+
+def _at(places: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return states[torch.arange(len(states), device=states.device), places].float()
-
-
-def _cls(states: torch.Tensor, _mask: torch.Tensor) -> torch.Tensor:
-    return states[:, 0].float()
 
 
 POOLINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"mean": _mean, "last": _last, "cls": _cls}
@@ -59,11 +62,13 @@ class InfoNCE(GroupLoss):
     sizes: the loss is the sum over the first so many numbers of the embeddings (Kusupati et al. 2022,
     arXiv:2205.13147). Empty: all numbers.
 
-    Over ranks, each one computes the terms of all, in one order: bits do not depend on the number of ranks.
+    A group counts if each of its rows has a label. Over ranks, each one computes the terms of all, in one order: bits
+    do not depend on the number of ranks.
     """
 
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
     obstacle = "its loss compares each row with all others"
+    shifts = False
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class InfoNCE(GroupLoss):
         mask = batch.get("attention_mask")
         if mask is None:
             mask = torch.ones_like(ids)
-        is_real = has_target(batch["labels"]).view(-1, self.group).all(1).to(ids.device)
+        is_real = has_tokens(batch["labels"]).view(-1, self.group).all(1).to(ids.device)
         pooled = self._pool(outputs["last_hidden_state"], mask)
         vectors = pooled.view(len(is_real), self.group, -1)[is_real]
         own = Points(vectors, _keys(ids, mask).view(-1, self.group)[is_real])
@@ -117,16 +122,19 @@ class InfoNCE(GroupLoss):
         return Points(vectors, keys), begin
 
     def _terms(self, whole: Points, *, has_gradient: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the loss of each group [groups], whether its answer is the most similar text, bool [groups], and the
-        gradient of the sum of all losses, like the vectors. Similarities exist for some rows at a time.
+        """Return the loss of each group [groups], whether its answer is the most similar text by the largest size, bool
+        [groups], and the gradient of the sum of all losses, like the vectors. Similarities exist for some rows at a
+        time.
         """
         vectors, keys = whole
-        losses, found = vectors.new_zeros(len(vectors)), [keys.new_zeros(0, dtype=torch.bool)]
+        losses = vectors.new_zeros(len(vectors))
+        are_found = keys.new_zeros(len(keys), dtype=torch.bool)
         gradient = None
         if has_gradient:
             gradient = torch.zeros_like(vectors)
         num_rows = max(1, CHUNK_BYTES // (4 * max(1, keys[:, 1:].numel())))
-        for size in self._sizes or (vectors.shape[2],):
+        sizes = self._sizes or (vectors.shape[2],)
+        for size in sizes:
             with torch.set_grad_enabled(has_gradient):
                 leaf = vectors[..., :size].clone().requires_grad_(has_gradient)
                 unit = normalize(leaf, dim=2)
@@ -135,14 +143,15 @@ class InfoNCE(GroupLoss):
                 for rows in torch.arange(len(vectors), device=vectors.device).split(num_rows):
                     if not len(rows):  # no rank has a group
                         break
-                    terms, are_found = self._terms_of(Points(cut, keys), rows)
+                    terms, are_nearest = self._terms_of(Points(cut, keys), rows)
                     losses[rows] += terms.detach()
-                    found.append(are_found)
+                    if size == max(sizes):
+                        are_found[rows] = are_nearest
                     if has_gradient:
                         slopes += torch.autograd.grad(terms.sum(), cut)[0]
                 if gradient is not None:
                     gradient[..., :size] += torch.autograd.grad(unit, leaf, slopes)[0]
-        return losses, torch.cat(found)[: len(vectors)], gradient  # found by the first size
+        return losses, are_found, gradient
 
     def _terms_of(self, points: Points, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the groups `rows`, and whether their answers are the most similar texts."""
@@ -174,9 +183,12 @@ class InfoNCE(GroupLoss):
         return scores.logsumexp(1) - own[:, 0] / self._temperature, scores.argmax(1) == targets
 
 
+def has_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return bool [rows]: True for rows with a token in labels [rows, tokens]. One is enough for an embedding."""
+    return (labels != IGNORED).any(1)
+
+
 def _keys(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a hash of the tokens of each row, int64 [rows]: a polynomial modulo 2**64, the same for any padding on the
-    right.
-    """
+    """Return a hash of the tokens of each row, int64 [rows]: a polynomial modulo 2**64, the same for any padding."""
     powers = torch.full(ids.shape[1:], _FACTOR, dtype=torch.int64, device=ids.device).cumprod(0)
-    return ((ids + 1) * mask * powers).sum(1)
+    return ((ids + 1) * mask * powers[mask.cumsum(1) - 1]).sum(1)

@@ -79,6 +79,8 @@ class Grouping(NamedTuple):
     """Names of the documents. The last name is also that of all further ones."""
     layout: str
     """The rows of a batch, in words."""
+    num_before: int = 1
+    """Tokens of a row before the first one that counts as trained."""
 
 
 GROUPINGS = {
@@ -93,6 +95,7 @@ GROUPINGS = {
         "query, positive, negatives",
         ("query", "positive", "negative"),
         "a row for each query, its answer and each hard negative",
+        num_before=0,  # an embedding is of all tokens
     ),
 }
 RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})

@@ -55,11 +55,13 @@ class Rows:
     sequence_length: int
     packing: Layout
     pad_id: int
+    num_before: int = 1
+    """Tokens of a row before the first one that can be a target: 1 if each token is predicted from those before."""
     group: int = 1
     """Neighbouring rows that stay side by side. A group remains only if each row has a target (unpacked only)."""
     num_rows: int = 0
     num_targets: int = 0
-    """Trained tokens with a token before them, over all rows of the layout."""
+    """Trained tokens with `num_before` tokens before them, over all rows of the layout."""
     num_without_target: int = 0
     """Skipped rows or documents without a trained token."""
     num_too_long: int = 0
@@ -73,9 +75,17 @@ class Rows:
     """For a part: first row in the whole layout."""
 
     @classmethod
-    def over(cls, token_file: TokenFile, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
+    def over(
+        cls,
+        token_file: TokenFile,
+        sequence_length: int,
+        layout: Layout,
+        pad_id: int,
+        num_before: int = 1,
+        group: int = 1,
+    ) -> Rows:
         """Lay out all rows of a token file and count the targets."""
-        rows = cls(token_file, sequence_length, layout, pad_id, group)
+        rows = cls(token_file, sequence_length, layout, pad_id, num_before, group)
         num_rows = token_file.num_documents
         # A stream knows no documents. The last row may be short.
         if layout is True:
@@ -273,10 +283,9 @@ class Rows:
         return start, np.minimum(end, start + length), start
 
     def _count_targets(self, rows: np.ndarray) -> np.ndarray:
-        """Return the trained tokens with a token before them, per layout row, int64 [n]."""
+        """Return the trained tokens with `num_before` tokens before them, per layout row, int64 [n]."""
         start, end, fresh = self._layout_spans(rows)
-        # The first token of a row has no context, and is no target.
-        first = np.minimum(np.maximum(start + 1, fresh), end)
+        first = np.minimum(np.maximum(start + self.num_before, fresh), end)
         if self.token_file.trained is None:
             return np.asarray(end - first)
         begin = int(start.min())

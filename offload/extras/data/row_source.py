@@ -9,7 +9,7 @@ from itertools import islice
 
 from offload.errors import counted
 from offload.extras.data.findings import Findings
-from offload.extras.data.formats import CHAT_FORMATS, RENDERED_FORMATS, detect_format, read_records
+from offload.extras.data.formats import CHAT_FORMATS, GROUPINGS, RENDERED_FORMATS, detect_format, read_records
 from offload.extras.data.records import Chat, Group, Ids, Preference, Record
 from offload.extras.data.rows import BadRow
 from offload.extras.data.settings import DataSettings
@@ -37,6 +37,10 @@ class RowSource:
         # It decides the width of the ids in a .bin file.
         self.vocab_size = settings.vocab_size
         self.group = settings.group
+        # As in `Rows`.
+        self.num_before = 1
+        if settings.grouped:
+            self.num_before = GROUPINGS[settings.grouped].num_before
         self.eval_share = settings.eval_share
         # Nothing is held out from an eval source, so all of it counts as its training part.
         if is_evaluated:

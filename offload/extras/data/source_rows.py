@@ -57,7 +57,9 @@ class SourceRows:
                 f"data.{setting} {effect}, but a one-dimensional file of tokens marks no documents. Set "
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
-        train, held_out = (Rows.over(each, settings.sequence_length, layout, pad_id, source.group) for each in files)
+        train, held_out = (
+            Rows.over(each, settings.sequence_length, layout, pad_id, source.num_before, source.group) for each in files
+        )
         layouts = train, held_out
         if source.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             # Documents are held out by hash. Of few documents, one side may have got none.
@@ -106,7 +108,8 @@ class SourceRows:
         )
 
     def _has_target(self, file: TokenFile, sequence_length: int, layout: bool) -> bool:
-        return Rows.over(file, sequence_length, layout, self.train.pad_id, self.train.group).num_rows > 0
+        rows = self.train
+        return Rows.over(file, sequence_length, layout, rows.pad_id, rows.num_before, rows.group).num_rows > 0
 
     @property
     def num_tokens(self) -> int:
