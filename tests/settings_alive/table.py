@@ -183,7 +183,7 @@ ROWS: tuple[Row, ...] = (
         _row("distill.labels", "0.5", "losses")),
     *_with("queries", {},
         _row("train.negatives", "1", "losses"),
-        _row("contrastive.pooling", "mean last cls", "losses", auto="mean"),
+        _row("contrastive.pooling", "mean last cls", "losses", auto="last"),
         _row("contrastive.temperature", "0.1", "losses"),
         _row("contrastive.symmetric", "false", "losses"),
         _row("contrastive.sizes", "16,8", "losses"),

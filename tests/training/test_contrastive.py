@@ -374,6 +374,22 @@ def test_texts_of_one_token_are_trained_on(run: Any, tmp_path: Path) -> None:
     assert line["tokens"] == 12  # texts
 
 
+def test_a_masked_language_model_gets_a_pooler(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Its folder has none. Break: require all parameters of the base model."""
+    run("language", family="bert", train__steps=1)
+    _, _, said = run("run", **asked(pairs, model__path=str(tmp_path / "language/hf"), train__steps=1))
+    assert "not in the files, and initialised at random (pooler.dense.bias, pooler.dense.weight)" in said
+    assert "logits bit-equal" in said
+
+
+@pytest.mark.parametrize(("family", "flag"), [("llama", "lasttoken"), ("bert", "mean_tokens")])
+def test_the_model_decides_the_pooling(run: Any, pairs: str, tmp_path: Path, family: str, flag: str) -> None:
+    """Break: take one pooling for all models."""
+    run("run", family=family, **asked(pairs, train__steps=1))
+    stored = json.loads((tmp_path / "run/hf/1_Pooling/config.json").read_text())
+    assert [key for key, value in stored.items() if value is True] == [f"pooling_mode_{flag}"]
+
+
 def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None:
     """Break: take the mean whatever the folder says."""
     run("base", family="bert", **asked(pairs, contrastive__pooling="cls", train__steps=1))

@@ -742,7 +742,7 @@ class ContrastiveSection(Section):
 
     pooling: Literal["auto", "mean", "last", "cls"] = "auto"
     """Embedding of a text from its hidden states: the mean, the last, or the first. auto: as in the folder of the model
-    (1_Pooling of sentence-transformers); else mean, or last for a decoder.
+    (1_Pooling of sentence-transformers); else last for a decoder, and mean for an encoder.
     """
     temperature: Positive = 0.05
     """Divides the cosine similarities; 1 / scale of sentence-transformers."""

@@ -267,6 +267,14 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
     return possible[0]
 
 
+def is_decoder(config: PreTrainedConfig) -> bool:
+    """Return whether all language models of the family are causal: a token sees only those before it."""
+    tables = transformers.models.auto.modeling_auto
+    heads = tables.MODEL_FOR_CAUSAL_LM_MAPPING, tables.MODEL_FOR_MASKED_LM_MAPPING
+    causal, masked = (_class_name(mapping, config) for mapping in heads)
+    return bool(causal) and not masked and not config.is_encoder_decoder
+
+
 def to_scorer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of the configuration for a text-scoring model with one output. Raises ConfigError."""
     scorer = _scorer_class(config)
@@ -339,7 +347,8 @@ def build_model(
     - `init: pretrained`: as loaded by transformers, parameters in the dtype of the files, read on `fill`.
 
     With `grow`, embeddings may have more rows than in the files. If the files lack head parameters, these are
-    initialized with a note: a base model folder gets a new head. Missing base model parameters raise ConfigError.
+    initialized with a note: a base model folder gets a new head, and a pooler. Other missing parameters of the base
+    model raise ConfigError.
     """
     path = locate(section)
     config = config or load_model_config(section)
@@ -474,8 +483,10 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
     """Raise ConfigError if the folder lacks base model parameters."""
     prefix = getattr(model, "base_model_prefix", "")
     has_head = bool(prefix) and hasattr(model, prefix)
-    # The folder of a base model has no head, and the model gets a new one.
-    required = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
+    # The folder of a base model has no head, and the model gets a new one. A pooler belongs to the heads: a language
+    # model is saved without one.
+    in_base = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
+    required = [name for name in in_base if "pooler" not in name.split(".")]
     if required:
         raise ConfigError(
             f"the weights of {path} lack {counted(len(required), 'parameter')} of {type(model).__name__}, for example "

@@ -25,6 +25,7 @@ from offload.app.hf.models import (
     ModelKind,
     build_model,
     check_sequence_length,
+    is_decoder,
     is_pretrained,
     locate,
     max_positions,
@@ -137,7 +138,12 @@ class RunSetup(NamedTuple):
                 "model."
             )
         most = max_positions(architecture)
-        config = resolve(start.config, has_accelerator=has_accelerator, max_positions=most)
+        config = resolve(
+            start.config,
+            has_accelerator=has_accelerator,
+            max_positions=most,
+            is_decoder=is_decoder(architecture),
+        )
         check_sequence_length(most, int(config.data.sequence_length or 0))
         trainable = choose_trainable_part(config, architecture, kind, start)
         num_rows = vocab_size(architecture)  # without the rows added below

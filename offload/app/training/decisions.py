@@ -50,8 +50,10 @@ class Start(NamedTuple):
     """Longest sequence of the model in tokens. None: no limit."""
 
 
-def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None) -> Config:
+def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None, is_decoder: bool = False) -> Config:
     """Return a copy with open values decided from the machine and the model. Arguments: see `Start`.
+
+    `is_decoder`: a token of the model sees only those before it.
 
     The engine decides train.clip, offload.update and offload.prefetch later.
     """
@@ -62,7 +64,7 @@ def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None)
     defaults = RULE_SETTINGS[config.optimizer.name].defaults
     values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
     values |= _default_end(config, start)
-    values |= OBJECTIVES[config.train.method].decide(config)
+    values |= OBJECTIVES[config.train.method].decide(config, is_decoder)
     if config.train.group > 1:  # each answer has a separate row
         values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
     return decide(config.with_resolved(**values), FROM_START, start)

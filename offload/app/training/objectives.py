@@ -56,10 +56,10 @@ class Objective:
         return None
 
     @classmethod
-    def decide(cls, _config: Config, /) -> Mapping[str, Any]:
+    def decide(cls, _config: Config, _is_decoder: bool, /) -> Mapping[str, Any]:
         """Return open settings of the method, decided before the data are read, as for `Config.with_resolved`.
 
-        Raises ConfigError.
+        `_is_decoder`: a token of the model sees only those before it. Raises ConfigError.
         """
         return {}
 

@@ -38,11 +38,14 @@ class Contrastive(Objective):
         self.loss = loss
 
     @classmethod
-    def decide(cls, config: Config) -> Mapping[str, Any]:
-        """Decide the pooling: that in the folder of the model, by sentence-transformers, or the mean."""
+    def decide(cls, config: Config, is_decoder: bool) -> Mapping[str, Any]:
+        """Decide the pooling: that in the folder of the model, by sentence-transformers, or by the model."""
         if config.contrastive.pooling != "auto":
             return {}
-        return {"contrastive__pooling": _stored_pooling(locate(config.model)) or "mean"}
+        pooling = "mean"
+        if is_decoder:  # only its last token has seen all others
+            pooling = "last"
+        return {"contrastive__pooling": _stored_pooling(locate(config.model)) or pooling}
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Contrastive:  # noqa: ARG003

@@ -21,6 +21,7 @@ from offload.app.hf.models import (
     BuiltModel,
     empty_model,
     freeze,
+    is_decoder,
     is_pretrained,
     load_model_config,
     locate,
@@ -418,7 +419,12 @@ class Forecaster:
         ranks = SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
-        config = resolve(config, has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
+        config = resolve(
+            config,
+            has_accelerator=has_accelerator,
+            max_positions=max_positions(self._architecture),
+            is_decoder=is_decoder(self._architecture),
+        )
         settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
         if settings.matmul != "precision" and has_accelerator and FP8 not in hardware.rates.flops_per_s:
             raise ConfigError(
