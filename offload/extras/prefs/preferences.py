@@ -14,6 +14,7 @@ from offload.app.hf.companion import check_companion
 from offload.app.hf.models import load_model_config
 from offload.app.training.objectives import Batch, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss, has_target
@@ -47,8 +48,6 @@ class Preferences(Objective):
             "orpo": ORPO(train.beta),
             "reward": Reward(train.center_rewards_coefficient),
         }
-        if config.prefs.reference is not None:
-            check_same_tokens("prefs.reference", config.prefs.reference, tokenizer)
         labels_prompt = config.data.train_on_prompt and train.method == "orpo"
         return cls(train.method, losses[train.method], labels_prompt, vocab_size)
 
@@ -56,7 +55,9 @@ class Preferences(Objective):
         if config.prefs.reference is None:
             return
         section = ModelSection(path=config.prefs.reference)
-        check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
+        with share_failure(comm, "check of the reference"):
+            check_same_tokens("prefs.reference", config.prefs.reference, data.tokenizer)
+            check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
         with open_frozen(section) as engine:
             self._measured = measure(config, engine, data, comm, say)
 
