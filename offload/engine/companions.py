@@ -18,10 +18,18 @@ def add_companion(model: nn.Module, name: str, companion: nn.Module) -> None:
     """Make `companion` the submodule `name` of `model`, before `Engine(model)`: frozen, in eval mode, streamed like
     other frozen weights, and left out of checkpoints and exports.
 
-    A loss function calls the companion under torch.no_grad. Raises ConfigError for a name in use.
+    A loss function calls the companion under torch.no_grad. Raises ConfigError for a name in use, and for a companion
+    that shares parameters with the model.
     """
     if hasattr(model, name):
         raise ConfigError(f"{type(model).__name__} has an attribute {name!r} already: give the companion another name.")
+    own = {id(parameter) for parameter in model.parameters()}
+    shared = next((each for each, parameter in companion.named_parameters() if id(parameter) in own), None)
+    if shared is not None:
+        raise ConfigError(
+            f"the companion {name!r} shares {shared} with the model, where it would no longer train: give a companion "
+            "with parameters of its own, such as a copy (copy.deepcopy)."
+        )
     companion.requires_grad_(False)
     companion.eval()
     companion.train = MethodType(_stay, companion)  # type: ignore[method-assign]  # `model.train()` reaches submodules

@@ -73,9 +73,9 @@ class StateAccess(Figures):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, value): new CPU copies of the master weights, in torch's parameter order, tied weights once.
 
-        Default: all parameters, in fp32. `trained_only`: without the parameters frozen at `Engine()`. `names`: only
-        these. `as_given`: in the original dtypes. Quantized weights (`frozen_weights`) are dequantized. Collective,
-        with equal arguments on all ranks.
+        Default: all parameters except those of companions, in fp32. `trained_only`: without the parameters frozen at
+        `Engine()`. `names`: only these. `as_given`: in the original dtypes. Quantized weights (`frozen_weights`) are
+        dequantized. Collective, with equal arguments on all ranks.
         """
         self._settle("named_parameters")
         for info in self._infos_of("engine.named_parameters", names):
@@ -96,9 +96,7 @@ class StateAccess(Figures):
         self._settle("weight_buckets")
         bucket: dict[str, torch.Tensor] = {}
         held = 0
-        for info in self._weights.infos:
-            if info.companion:
-                continue
+        for info in self._weights.own_infos:
             own = dtype or self._weights.dtypes[info.index]
             size = info.numel * own.itemsize
             if bucket and held + size > num_bytes:
@@ -135,10 +133,10 @@ class StateAccess(Figures):
         continues. The moments stay unchanged. Collective, with equal arguments on all ranks; rank 0's values are
         written.
 
-        names: parameter names, as in `named_parameters`; None: all.
+        names: parameter names, as in `named_parameters`; None: all except those of companions.
 
         Raises like `check_edit`, and ConfigError for non-finite values, before they are written. An edited frozen
-        parameter is in every later checkpoint, also with `trained_only`.
+        parameter is in every later checkpoint, also with `trained_only`, but one of a companion is in none.
         """
         wanted = self.check_edit(names)
         self._own_loop.refuse_during_step("engine.edit")
@@ -170,11 +168,11 @@ class StateAccess(Figures):
         return self._parameter_reads.answering(values)
 
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
-        """Return parameters by name; None: all. Raises ConfigError for an unknown name."""
+        """Return parameters by name; None: all of the trained model. Raises ConfigError for an unknown name."""
+        if names is None:
+            return self._weights.own_infos
+        wanted = list(names)
         infos = {info.name: info for info in self._weights.infos}
-        wanted = list(infos)
-        if names is not None:
-            wanted = list(names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
             raise ConfigError(f"{call}: the model has no parameter {unknown!r}{nearest(unknown, infos)}.")

@@ -149,8 +149,10 @@ class Hashes:
             self.numbers(*step.slopes)
 
     def parameters(self, engine: Any) -> None:
-        """Add the fp32 master weights."""
-        for name, value in engine.named_parameters():
+        """Add the fp32 master weights, also those of a companion, which stay as they are."""
+        from tests.engine.inside import parts_of
+
+        for name, value in engine.named_parameters(names=[info.name for info in parts_of(engine).infos]):
             self.weights.update(name.encode())
             self.weights.update(value.contiguous().numpy())
 

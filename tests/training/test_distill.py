@@ -81,8 +81,7 @@ def trained(model: Any, loss: Distillation, **settings: Any) -> tuple[list[float
     """Return the losses of two steps, and the weights of the student after them."""
     with Engine(model, SGD(lr=0.5), precision="fp32", max_grad_norm=None, **settings) as engine:
         losses = [engine.step(rows(), loss).loss.item() for _ in range(2)]
-        own = {name: value for name, value in weights(engine).items() if not name.startswith("teacher.")}
-    return losses, own
+        return losses, weights(engine)
 
 
 def both(frozen: Any = None, **options: Any) -> tuple[Any, Distillation]:
@@ -238,6 +237,29 @@ def test_a_companion_is_in_no_checkpoint_and_no_export(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         assert all(torch.equal(value, wanted[name]) for name, value in weights(engine).items())
     assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "export").lm_head.weight, wanted["lm_head.weight"])
+
+
+def test_reads_and_edits_are_of_the_trained_model_unless_named() -> None:
+    """An edit of a companion is in no checkpoint. Break: yield all parameters of the engine."""
+    model, _ = both()
+    own = [name for name, _ in student().named_parameters()]
+    named = "teacher.model.norm.weight"
+    with Engine(model) as engine:
+        assert list(weights(engine)) == own
+        assert [name for name, _ in engine.edit()] == own
+        assert [name for name, _ in engine.named_parameters(names=[named])] == [named]
+        for _, value in engine.edit([named]):
+            value.zero_()
+        assert not dict(engine.named_parameters(names=[named]))[named].any()
+
+
+def test_a_companion_with_weights_of_the_model_is_refused() -> None:
+    """They would no longer train. Break: freeze the companion unseen."""
+    model, frozen = student(), student()
+    frozen.model.embed_tokens = model.model.embed_tokens
+    with pytest.raises(ConfigError, match=r"shares model\.embed_tokens\.weight with the model"):
+        add_companion(model, "teacher", frozen)
+    assert all(each.requires_grad for each in (*model.parameters(), *frozen.parameters()))
 
 
 def test_a_name_in_use_is_refused() -> None:
