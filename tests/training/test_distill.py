@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -333,6 +332,15 @@ def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path) -
     assert "28 frozen parameters are stored in nf4" in out
 
 
+def test_a_teacher_with_more_tensors_than_it_needs_is_taken(run: Any, folder: Path) -> None:
+    """Such as layers for speculative decoding. Break: refuse a teacher for any note."""
+    write_wide(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.proj.weight": torch.zeros(2)}, file, {"format": "pt"})
+    _, _, out = run("run", **asked(folder, train__steps=1))
+    assert f"{folder}: 1 of the weights are not read: the model has no place for them (mtp.proj.weight)." in out
+
+
 def other_tokens(folder: Path) -> Path:
     """Write a tokenizer trained on another text."""
     train_bpe([f"{number} sheep" for number in range(300)], 384).save_pretrained(folder / "other")
@@ -373,8 +381,13 @@ def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=384, max_position_embeddings=64)).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"positions for 64 tokens, but data\.sequence_length is 96"):
         run("run", **asked(folder, data__sequence_length=96))
-    AutoModel.from_pretrained(folder).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"not in the files, and initialised at random .* all weights"):
+    with pytest.raises(ConfigError, match=r"distill\.teacher is .*config\.json, which has no weights"):
+        run("run", **asked(folder, distill__teacher=str(folder / "config.json")))
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    del stored["lm_head.weight"]
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the files of .*base lack lm_head\.weight\. .* all weights"):
         run("run", **asked(folder))
     AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=384, **SHAPE)).save_pretrained(folder)
     with pytest.raises(ConfigError, match="a masked model: only causal"):

@@ -222,6 +222,9 @@ def test_a_reference_with_other_tokens_is_refused(run: Any, pairs: str, tmp_path
     own = asked(pairs, model__path=str(tmp_path / "one"), prefs__reference=str(tmp_path / "base"))
     with pytest.raises(ConfigError, match=r"prefs\.reference is .*base, whose tokenizer has other numbers"):
         run("run", **own)
+    file = str(tmp_path / "one" / "config.json")
+    with pytest.raises(ConfigError, match=r"prefs\.reference is .*config\.json, which has no weights"):
+        run("run", **own | {"prefs__reference": file})
     with pytest.raises(ConfigError, match="train.method orpo has no reference"):
         run("run", **own | {"train__method": "orpo"})
 

@@ -9,17 +9,23 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.app.hf.models import BuiltModel, max_positions, model_kind, vocab_size
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, is_pretrained, locate, max_positions, model_kind, vocab_size
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError
 from offload.files.sources import Source
 
 
 def check_companion(config: Config, key: str, architecture: PreTrainedConfig, num_tokens: int) -> None:
-    """Raise ConfigError if the model named by the setting `key` has no probabilities for the tokens of the run."""
+    """Raise ConfigError if the model named by the setting `key` has no weights, or no probabilities for the tokens of
+    the run.
+    """
     length, most = int(config.data.sequence_length or 0), max_positions(architecture)
+    section = ModelSection(path=config.get(key))
     reason = ""
-    if (kind := model_kind(architecture).name) != "causal":
+    if not is_pretrained(section, locate(section)):
+        reason = "which has no weights: only a folder or a hub name has them"
+    elif (kind := model_kind(architecture).name) != "causal":
         reason = f"a {kind} model: only causal language models have probabilities of the next token"
     elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
         reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"

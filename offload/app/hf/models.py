@@ -46,7 +46,7 @@ class BuiltModel:
     - fill(name, module): called just before the parameters of a module are taken. Fills them, or returns sources to
       read them from. Default: they are filled already, or by somebody else.
     - folder: possible tokenizer folder. None: model from a preset.
-    - notes: lines about the weights for the user.
+    - report: match between the folder and the model. Empty: the weights come from elsewhere.
     - close: called after the last fill.
     - source(name): source of a parameter for repeated reads. None: not in any file.
     - removed: products subtracted from base weights by an adapter initialization, by weight name.
@@ -57,11 +57,16 @@ class BuiltModel:
     model: nn.Module
     fill: Fill = lambda _name, _module: None
     folder: Path | None = None
-    notes: tuple[str, ...] = ()
+    report: LoadReport = field(default_factory=LoadReport)
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
     removed: Mapping[str, RemovedProduct] = field(default_factory=dict)
     quantized: Mapping[nn.Parameter, Codec] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the weights for the user."""
+        return tuple(_notes(self.report))
 
 
 def folder_config(folder: Path) -> PreTrainedConfig:
@@ -449,8 +454,9 @@ def _load(
         )
         return load_whole(auto, path, config, dtype, options)
     _check_complete(model, path, weights.report.missing)
-    notes = tuple(_notes(weights.report))
-    return BuiltModel(model, weights.fill, path, notes, weights.close, weights.source, quantized=weights.quantized)
+    return BuiltModel(
+        model, weights.fill, path, weights.report, weights.close, weights.source, quantized=weights.quantized
+    )
 
 
 def load_whole(
@@ -476,7 +482,7 @@ def load_whole(
     missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
     _check_complete(model, path, missing)
     unexpected: dict[str, Shape] = dict.fromkeys(sorted(info["unexpected_keys"]), ())
-    return BuiltModel(model, folder=path, notes=tuple(_notes(LoadReport({}, [], missing, unexpected))))
+    return BuiltModel(model, folder=path, report=LoadReport({}, [], missing, unexpected))
 
 
 def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) -> None:

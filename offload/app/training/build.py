@@ -57,7 +57,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.companions import without_companions
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, common, format_bytes, untrainable_error
+from offload.errors import CheckpointError, ConfigError, common, first_names, format_bytes, untrainable_error
 from offload.layout.planes import DTYPES
 
 Say = Callable[[str], None]
@@ -298,8 +298,12 @@ class _Build:
             sequence_length=int(config.data.sequence_length or 0),
             dtype=DTYPES[str(config.train.precision)],
         )
-        if built.notes:  # such as a head with random weights
-            raise ConfigError(f"{section.label}: {built.notes[0]} Give a folder with all weights of the model.")
+        if missing := first_names(built.report.missing, 3):  # such as a head: its values would be random
+            raise ConfigError(
+                f"the files of {section.label} lack {missing}. Give a folder with all weights of the model."
+            )
+        for text in built.notes:
+            self.note(f"{section.label}: {text}")
         return built
 
     def open_frozen(self, config: Config, section: ModelSection) -> Engine:
