@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from offload.distributed.outcomes import share_failure
+from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.errors import DoesNotFitError, format_bytes
@@ -34,22 +35,29 @@ class Parking:
     def park(self) -> None:
         """Give the memory back. All updates are done. Collective; without effect on a parked engine.
 
-        Raises DoesNotFitError, before any change, if host memory has no room for the states of the device.
+        Raises DoesNotFitError if host memory has no room for the states of the device. After any error all ranks are as
+        before.
         """
         flow, recovery = self._flow, self._flow.recovery
         if recovery.is_parked:
             return
         with recovery.working():
-            with share_failure(flow.comm, "park"):
-                self._copies = self._copy_states()
-            self._show(self._copies)
+            try:
+                with share_failure(flow.comm, "park"):
+                    self._copies = self._copy_states()
+                    self._move_states(self._copies)
+                    flow.move_buffers(torch.device("cpu"))
+            except BaseException:
+                self._return_states()
+                flow.move_buffers(flow.device.torch_device)
+                raise
+            # All ranks go on, so none may fail: the rest only forgets and frees.
             flow.runner.reset()
             flow.spare_memory.give_back()
             flow.executor.reset(keep_orders=True)
             flow.slots.park()
             self._steps.foreign_writes.forget()
             flow.show_placeholders()
-            flow.move_buffers(torch.device("cpu"))
             drop_caches()
             flow.lanes.finish()
             flow.device.park()
@@ -65,11 +73,11 @@ class Parking:
             if block._cdata in present:
                 blocks[block._cdata] = _over(block)
         num_bytes = sum(block.nbytes for block in blocks.values())
-        free = memory().get("available_bytes")
-        if free is not None and num_bytes > free:
+        free = memory()["available_bytes"] // self._flow.comm.world.local_size
+        if num_bytes > free:
             raise DoesNotFitError(
                 f"engine.park() moves {format_bytes(num_bytes)} of states from the device to host memory, and "
-                f"{format_bytes(free)} are free.",
+                f"{format_bytes(free)} are free for each rank.",
                 "Set --offload.optimizer nvme or cpu, which keeps fewer states on the device.",
             )
         host.reserve(_PARKED, num_bytes)
@@ -82,9 +90,10 @@ class Parking:
     def resume(self) -> None:
         """Take the memory again. Collective; without effect on an engine that is not parked.
 
-        Raises DoesNotFitError if another program has taken the memory: the engine stays parked.
+        Raises DoesNotFitError if another program has taken the memory. After any error all ranks stay parked.
         """
         flow, recovery = self._flow, self._flow.recovery
+        agree_on_pass(flow.comm, RankBatch("resume"))
         if not recovery.is_parked:
             return
         with recovery.working():
@@ -92,30 +101,36 @@ class Parking:
                 with share_failure(flow.comm, "resume"):
                     self._take_memory()
             except BaseException:
+                flow.move_buffers(torch.device("cpu"))
                 flow.device.park()
                 raise
-            for block, copy in self._copies:
-                block.copy_(copy)
-            self._show((copy, block) for block, copy in self._copies)
-            self._copies = []
-            self._memory.host.drop(_PARKED)
-            flow.move_buffers(flow.device.torch_device)
-            flow.device.wait()  # lanes read the states in other streams
+            self._return_states()
             recovery.is_parked = False
             flow.slots.resume()
             flow.show_weights()
             self._steps.foreign_writes.note()
 
     def _take_memory(self) -> None:
+        flow = self._flow
         try:
-            self._flow.device.resume()
+            flow.device.resume()
+            for block, copy in self._copies:
+                block.copy_(copy)
+            flow.move_buffers(flow.device.torch_device)
+            flow.device.wait()  # lanes read the states in other streams
         except torch.OutOfMemoryError as error:
             raise DoesNotFitError(
                 f"engine.resume() found the memory of the device taken, so the engine stays parked: {error}",
                 "Free the memory that others hold there, and call engine.resume() again.",
             ) from error
 
-    def _show(self, moved: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _return_states(self) -> None:
+        """Let the store find its states on the device again. Frees the copies."""
+        self._move_states((copy, block) for block, copy in self._copies)
+        self._copies = []
+        self._memory.host.drop(_PARKED)
+
+    def _move_states(self, moved: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Let the store find its states in other blocks. `moved`: (old, new)."""
         targets = {old.untyped_storage()._cdata: new for old, new in moved}
         for arrays, name in list(self._memory.store.places()):

@@ -9,6 +9,7 @@ import itertools
 import random
 import tracemalloc
 import weakref
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import offload
 from offload import Engine
 from offload.distributed.joining import open_comm
-from offload.engine import state_access
+from offload.engine import parking, state_access
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
 from offload.layout.regions import ParameterInfo
@@ -28,7 +29,7 @@ from tests.cases.run import Step, Training, small
 from tests.engine import ranks
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import cpu_only, own_device, set_seed
-from tests.engine.inside import assert_parked, memory_of, resident_names, states
+from tests.engine.inside import assert_parked, memory_of, parts_of, resident_names, states
 from tests.matrix import quick
 
 NAMES = [
@@ -37,16 +38,19 @@ NAMES = [
 ]  # fmt: skip
 
 
-def trained(training: Training, num_steps: int, dice: random.Random | None = None, **how: Any) -> tuple[Any, ...]:
-    """Train, with parks at the moments of `dice`. Return all steps, weights and optimizer states."""
+def trained(training: Training, num_steps: int, parks: Collection[int] = ()) -> tuple[Any, ...]:
+    """Train, with a park after each of the steps `parks`, and evaluations after some of these.
+
+    Return all steps, weights and optimizer states.
+    """
     steps: list[Step] = []
-    with training.engine(**how) as engine:
+    with training.engine() as engine:
         for number in range(num_steps):
             steps.append(training.step(engine, number))
-            if dice is not None and dice.random() < 0.7:
+            if number in parks:
                 with engine.parked():
                     assert_parked(engine)
-                if dice.random() < 0.5:
+                if number % 2:
                     engine.evaluate(training.batch(9), training.case.loss_fn)
         found = {
             name: [
@@ -68,19 +72,24 @@ def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
     ("name", "place"), quick([(n, p) for n in NAMES for p in PLACES], list(zip(NAMES, [*PLACES] * 3, strict=False)))
 )
 def test_parks_at_any_moment_change_no_bit(name: str, place: str, tmp_path: Path) -> None:
-    """Break: leave a state of the device, or the decoding tables, out of the copies."""
+    """One model is parked twenty times.
+
+    Break: leave a state of the device, or the decoding tables, out of the copies.
+    """
+    num_steps = {"llama": 30}.get(name, 5)
+    parks = random.Random(name).sample(range(num_steps), num_steps * 2 // 3)
     case = CASES[name]
     with small(case):
         cell = Cell({**PLACES[place], **case.placement}, {"precision": "bf16", "max_grad_norm": 0.5, **case.settings})
         training = Training(case, cell, tmp_path)
-        assert_equal(trained(training, 5, random.Random(name)), trained(training, 5))
+        assert_equal(trained(training, num_steps, parks), trained(training, num_steps))
 
 
 @pytest.mark.slow
 @cpu_only("compiles for the CPU")
 def test_compiled_blocks_are_parked(tmp_path: Path) -> None:
     training = Training(CASES["llama"], Cell(PLACES["device"], {"compile": "always"}), tmp_path)
-    assert_equal(trained(training, 3, random.Random(1)), trained(training, 3))
+    assert_equal(trained(training, 3, {0, 1}), trained(training, 3))
 
 
 @pytest.mark.parametrize("place", ["cpu", "device"])
@@ -177,33 +186,84 @@ def test_a_park_without_room_on_the_host_changes_nothing() -> None:
     assert_same(*found)
 
 
+def failing(call: Callable[..., Any], error: Exception, number: int = 1) -> Callable[..., Any]:
+    """Return `call`, which fails once: at this call."""
+    numbers = itertools.count(1)
+
+    def fail(*arguments: Any) -> Any:
+        if next(numbers) == number:
+            raise error
+        return call(*arguments)
+
+    return fail
+
+
+def fail_in_park(patch: pytest.MonkeyPatch, engine: Engine, part: str) -> None:
+    """Let the next park fail in one of its parts."""
+    owner = {"Arena": parking, "move_buffers": parts_of(engine)}[part]
+    patch.setattr(owner, part, failing(getattr(owner, part), MemoryError("no room")))
+
+
+PARTS = ["Arena", "move_buffers"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_park_that_fails_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: leave the states in host memory, or the copies in the ledger, after a park that failed."""
+    found = []
+    for fails in (True, False):
+        with Engine(build(llama), placement=PLACES["device"]) as engine:
+            engine.step(tokens(0, 4))
+            before = sorted(engine.allocations)
+            for _ in range(2 * fails):
+                with monkeypatch.context() as patch:
+                    fail_in_park(patch, engine, part)
+                    with pytest.raises(MemoryError, match="no room"):
+                        engine.park()
+                assert sorted(engine.allocations) == before
+            engine.step(tokens(1, 4))
+            gc.collect()  # an error holds memory of the engine before
+            with engine.parked():
+                assert_parked(engine)
+            engine.step(tokens(2, 4))
+            found.append(weights(engine))
+    assert_same(*found)
+
+
 def taken(resize: Any) -> Any:
     """Return a `resize` that fails at the third block, once, as if another program had taken the memory."""
-    number = itertools.count(1)
+    give = failing(resize, torch.OutOfMemoryError("taken"), 3)
 
     def refuse(block: torch.UntypedStorage, num_bytes: int) -> None:
-        if num_bytes and next(number) == 3:
-            raise torch.OutOfMemoryError("taken")
-        resize(block, num_bytes)
+        if num_bytes:
+            give(block, num_bytes)
+        else:
+            resize(block, 0)
 
     return refuse
 
 
-def test_an_engine_stays_parked_while_others_have_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["blocks", "buffers"])
+def test_an_engine_stays_parked_while_others_have_the_memory(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Break: do not give back what a failed resume has taken."""
     found = []
     for fails in (True, False):
         with Engine(build(llama), placement=PLACES["device"]) as engine:
             engine.step(tokens(0, 4))
+            before = sorted(engine.allocations)
             engine.park()
-            blocks = memory_of(engine).device.blocks
+            blocks, flow = memory_of(engine).device.blocks, parts_of(engine)
             with monkeypatch.context() as patch:
-                patch.setattr(blocks, "_resize", taken(blocks._resize))
+                if part == "blocks":
+                    patch.setattr(blocks, "_resize", taken(blocks._resize))
+                else:
+                    patch.setattr(flow, "move_buffers", failing(flow.move_buffers, torch.OutOfMemoryError("taken")))
                 for _ in range(fails):
                     with pytest.raises(DoesNotFitError, match="stays parked"):
                         engine.resume()
                     assert_parked(engine)
             engine.resume()
+            assert sorted(engine.allocations) == before
             engine.step(tokens(1, 4))
             found.append(weights(engine))
     assert_same(*found)
@@ -273,6 +333,50 @@ def test_ranks_park_together(stage: int, place: str, tmp_path: Path) -> None:
     job: dict[str, Any] = {"stage": stage, "place": place, "folder": tmp_path}
     parked, plain = (ranks.run(2, on_ranks, parks=parks, **job) for parks in (True, False))
     for mine, wanted in zip(parked, plain, strict=True):
+        assert_same(mine, wanted)
+
+
+def refused_on_ranks(refuses: bool) -> dict[str, torch.Tensor]:
+    """Job of a rank: train. Parks fail on rank 1 alone, and then for want of memory on the machine."""
+    gc.collect()  # the engine of an earlier job in this process has memory of the device
+    with open_comm() as comm, Engine(build(llama), placement=PLACES["device"], comm=comm) as engine:
+
+        def step() -> None:
+            engine.step({key: value[2 * comm.rank :][:2] for key, value in tokens(0, 4).items()})
+
+        step()
+        if refuses:
+            before = sorted(engine.allocations)
+            for part in PARTS:
+                with pytest.MonkeyPatch.context() as patch:
+                    if comm.rank:
+                        fail_in_park(patch, engine, part)
+                    with pytest.raises(OffloadError, match=r"\[rank 1\].*no room"):
+                        engine.park()
+                assert sorted(engine.allocations) == before
+                step()
+            gc.collect()  # errors hold memory of the device
+            with engine.parked():
+                assert_parked(engine)
+                call = (engine.resume, engine.park)[comm.rank]
+                with pytest.raises(ConfigError, match="rank 0: resume; rank 1: park"):
+                    call()
+                num_bytes = memory_of(engine).host.allocations["parked states"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parking, "memory", lambda: {"available_bytes": 2 * num_bytes - 1})
+                with pytest.raises(DoesNotFitError, match="are free for each rank"):
+                    engine.park()
+        else:
+            for _ in PARTS:
+                step()
+        step()
+        return weights(engine)
+
+
+def test_ranks_refuse_a_park_together() -> None:
+    """Break: change the engine before all ranks have their copies, or give each rank all free memory."""
+    refused, plain = (ranks.run(2, refused_on_ranks, refuses=refuses) for refuses in (True, False))
+    for mine, wanted in zip(refused, plain, strict=True):
         assert_same(mine, wanted)
 
 
