@@ -249,6 +249,13 @@ def fit_answers(points: list[dict[str, Any]], folder: Path) -> list[str]:
     return answers
 
 
+def test_the_table_of_support_is_made_from_tests_that_are_there() -> None:
+    """Break: rename a test of the table."""
+    assert MAKE["support_page"]().rstrip() + "\n" == (ROOT / "docs" / "reference" / "support.md").read_text(), (
+        "run docs/make.py"
+    )
+
+
 def test_the_page_will_it_fit_answers_each_size_by_the_plans(tmp_path: Path) -> None:
     page = MAKE["fit_page"]()
     points = [
