@@ -390,7 +390,7 @@ def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the files of .*base lack lm_head\.weight\. .* all weights"):
         run("run", **asked(folder))
     AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=384, **SHAPE)).save_pretrained(folder)
-    with pytest.raises(ConfigError, match="a masked model: only causal"):
+    with pytest.raises(ConfigError, match="a model of the kind masked: only causal"):
         run("run", **asked(folder))
 
 

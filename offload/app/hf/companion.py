@@ -26,7 +26,7 @@ def check_companion(config: Config, key: str, architecture: PreTrainedConfig, nu
     if not is_pretrained(section, locate(section)):
         reason = "which has no weights: only a folder or a hub name has them"
     elif (kind := model_kind(architecture).name) != "causal":
-        reason = f"a {kind} model: only causal language models have probabilities of the next token"
+        reason = f"a model of the kind {kind}: only causal language models have probabilities of the next token"
     elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
         reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"
     elif most is not None and length > most:
