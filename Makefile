@@ -23,6 +23,8 @@ ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wild
 SHOWN := $(wildcard $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition generators_and_buffers handmade judge \
   own_loops parameters recording rules adapters adapted_experts compiled_by_users delay document_attention \
   group_loss layouts lomo model_files passes quantized stages tensor_parallel tiles toy_stage))
+# Parked engines hold no memory of a device: shown in processes in which no other file's tests hold any.
+ALONE := tests/engine/test_park.py tests/contracts
 # With this variable, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # pip's warnings are shown only after a failure.
@@ -134,7 +136,8 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 # engine tests and two contracts of each feature with it as the device.
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
-	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN),$(ON_DEVICE)) tests/contracts $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN) $(ALONE),$(ON_DEVICE)) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(ALONE) $(ARGS)
 
 # Each race case with each of the twenty seeds, with either side slow.
 test-accelerator-all: test-accelerator

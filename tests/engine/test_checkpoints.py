@@ -49,8 +49,7 @@ def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_i
     """Otherwise the inputs for the second micro-batch wait behind a whole unit's weights."""
     settings = {"micro_batch_size": 2, "prefetch": 1, "throttle": {"h2d": {"latency_seconds": 1e-5}}}
     engine = Engine(build(lambda: Stack(depth=6)), placement=on_host(), **settings)
-    for seed in range(2):
-        engine.step(words(seed), cross_entropy)
+    engine.step(words(0), cross_entropy)  # after two steps of equal peaks, spare memory may hold all units
     asked = []
 
     def noted(what: str, asks: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +57,7 @@ def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_i
 
     monkeypatch.setattr(Slots, "fetch", noted("|", Slots.fetch))
     monkeypatch.setattr(ActivationOffload, "get", noted("i", ActivationOffload.get))
-    engine.step(words(2), cross_entropy)
+    engine.step(words(1), cross_entropy)
     returns = list(filter(None, "".join(asked).split("|")))
     assert len(returns) > 3
     assert {len(each) % 2 for each in returns} == {0}, returns
