@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.app.config.sections import ModelSection
 from offload.app.environment import version_of
 from offload.app.user_cache import class_hash, code_hash
 from offload.errors import ConfigError, counted
@@ -121,13 +120,12 @@ def load_tokenizer(path: str) -> Any:
         ) from error
 
 
-def check_same_tokens(key: str, path: str, tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer of the model at `path`, named by the setting `key`, gives tokens other numbers
-    than `tokenizer`. None: rows of token ids have no tokenizer.
-    """
-    from offload.app.hf.models import locate  # imports torch, and commands load this module early
+def check_same_tokens(key: str, path: str | None, folder: Path | None, tokenizer: Any) -> None:
+    """Raise ConfigError if the tokenizer in the folder of a model gives tokens other numbers than `tokenizer`. None:
+    rows of token ids have no tokenizer.
 
-    folder = locate(ModelSection(path=path))
+    key, path: the setting that names the model, and its value, for the message.
+    """
     if tokenizer is None or folder is None:
         return
     try:

@@ -11,7 +11,7 @@ import torch
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import check_companion
-from offload.app.hf.models import BuiltModel, load_model_config
+from offload.app.hf.models import BuiltModel, load_model_config, locate
 from offload.app.stored_model import TEACHER_MARK
 from offload.app.training.objectives import BuildModel, Objective, Say
 from offload.distributed.comm import Comm
@@ -39,7 +39,8 @@ class FromTeacher(Objective):
                 f"train.method is distill, but the model is a {model_kind} one: only causal language models learn the "
                 "token probabilities of a teacher. Give a causal model, or set --train.method sft."
             )
-        check_same_tokens("distill.teacher", str(config.distill.teacher), tokenizer)
+        section = ModelSection(path=config.distill.teacher)
+        check_same_tokens("distill.teacher", section.path, locate(section), tokenizer)
         return cls()
 
     @classmethod

@@ -11,7 +11,7 @@ import numpy as np
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import check_companion
-from offload.app.hf.models import load_model_config
+from offload.app.hf.models import load_model_config, locate
 from offload.app.training.objectives import Batch, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
@@ -56,7 +56,7 @@ class Preferences(Objective):
             return
         section = ModelSection(path=config.prefs.reference)
         with share_failure(comm, "check of the reference"):
-            check_same_tokens("prefs.reference", config.prefs.reference, data.tokenizer)
+            check_same_tokens("prefs.reference", section.path, locate(section), data.tokenizer)
             check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
         with open_frozen(section) as engine:
             self._measured = measure(config, engine, data, comm, say)
