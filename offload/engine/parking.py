@@ -12,7 +12,7 @@ from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.errors import DoesNotFitError, format_bytes
 from offload.machine.limits import memory
-from offload.tiers.blocks import drop_caches
+from offload.tiers.blocks import as_bytes, drop_caches
 from offload.tiers.host import Arena
 
 _PARKED = "parked states"
@@ -71,7 +71,7 @@ class Parking:
         for arrays, name in self._memory.store.places():
             block = arrays[name].untyped_storage()
             if block._cdata in present:
-                blocks[block._cdata] = _over(block)
+                blocks[block._cdata] = as_bytes(block)
         num_bytes = sum(block.nbytes for block in blocks.values())
         free = memory()["available_bytes"] // self._flow.comm.world.local_size
         if num_bytes > free:
@@ -140,8 +140,3 @@ class Parking:
                 view = torch.empty(0, dtype=array.dtype, device=target.device)
                 view.set_(target.untyped_storage(), array.storage_offset(), array.shape, array.stride())
                 arrays[name] = view
-
-
-def _over(block: torch.UntypedStorage) -> torch.Tensor:
-    """Return all of a block as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=block.device).set_(block)

@@ -81,9 +81,10 @@ class StateAccess(Figures):
         for info in self._infos_of("engine.named_parameters", names):
             if trained_only and not info.trainable:
                 continue
-            value = self._read(info)
             if as_given:
-                value = value.to(self._weights.dtypes[info.index])
+                value = self._read_in(self._weights.dtypes[info.index], info)
+            else:
+                value = self._read(info)
             yield info.name, value
 
     def weight_buckets(self, num_bytes: int, dtype: torch.dtype | None = None) -> Iterator[dict[str, torch.Tensor]]:
@@ -109,8 +110,7 @@ class StateAccess(Figures):
     def _read_in(self, dtype: torch.dtype, info: ParameterInfo) -> torch.Tensor:
         """Return master weights in another dtype, read in blocks, so that no fp32 copy of all of them exists."""
         value = torch.empty(info.numel, dtype=dtype)
-        for begin in range(0, info.numel, _BLOCK):
-            end = min(begin + _BLOCK, info.numel)
+        for begin, end in _blocks(info.numel):
             value[begin:end] = self._read(info, (begin, end))
         return value.view(info.shape)
 
@@ -305,9 +305,8 @@ class StateAccess(Figures):
             end = info.numel
             if not whole:
                 end = min(end, _MARK_ELEMENTS)
-            # In blocks, so the memory does not grow with the largest parameter.
-            for begin in range(0, end, _BLOCK):
-                hasher.update(self._read(info, (begin, min(begin + _BLOCK, end))).numpy().data)
+            for span in _blocks(end):
+                hasher.update(self._read(info, span).numpy().data)
         return hasher.hexdigest()
 
     def export(
@@ -422,6 +421,12 @@ class StateAccess(Figures):
         with self._recovery.working(), self.counters.preserve():
             self._weights.updates.catch_up()
             self._flow.runner.weights_changed()
+
+
+def _blocks(numel: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of elements in which weights are read, so that memory does not grow with a parameter."""
+    for begin in range(0, numel, _BLOCK):
+        yield begin, min(begin + _BLOCK, numel)
 
 
 def _describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.accelerators import Accelerator
-from offload.tiers.blocks import Blocks
+from offload.tiers.blocks import Blocks, as_bytes
 from offload.tiers.counters import Ledger
 from offload.tiers.host import Pinning
 
@@ -106,7 +106,7 @@ class AcceleratorDevice:
 
     def _resize(self, block: torch.UntypedStorage, num_bytes: int) -> None:
         block.resize_(num_bytes)
-        torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(block).zero_()
+        as_bytes(block).zero_()
 
     def park(self) -> None:
         self.blocks.take()

@@ -19,6 +19,11 @@ def drop_caches() -> None:
         drop()
 
 
+def as_bytes(block: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of a block, uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=block.device).set_(block)
+
+
 class Blocks:
     """Allocations of a device in use. A block ends with the last tensor over its memory.
 

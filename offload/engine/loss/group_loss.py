@@ -40,9 +40,13 @@ class GroupLoss(Loss):
         names = self._parts[0] if self._parts else ()
         return {name: torch.cat([part[name] for part in self._parts]).cpu() for name in names}
 
+    def _counted(self, batch: Batch, device: torch.device) -> torch.Tensor:
+        """Return the groups that count, bool [groups]."""
+        return has_target(batch["labels"], shifts=self.shifts).view(-1, self.group).all(1).to(device)
+
     def _mean(self, losses: torch.Tensor, batch: Batch, **metrics: torch.Tensor) -> torch.Tensor:
         """Return the mean of losses [groups] over the counted groups. Store `metrics` for these groups."""
-        counts = has_target(batch["labels"]).view(-1, self.group).all(1).to(losses.device)
+        counts = self._counted(batch, losses.device)
         self._newest = {name: value.detach().float()[counts] for name, value in metrics.items()}
         return losses.masked_fill(~counts, 0.0).sum() / counts.sum()
 
@@ -67,6 +71,10 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return values.masked_fill(~is_target, 0.0)
 
 
-def has_target(labels: torch.Tensor) -> torch.Tensor:
-    """Return bool [rows]: True for rows with a target in labels [rows, tokens]."""
-    return (labels[:, 1:] != IGNORED).any(1)
+def has_target(labels: torch.Tensor, *, shifts: bool = True) -> torch.Tensor:
+    """Return bool [rows]: True for rows with a target in labels [rows, tokens]. `shifts`: the first label of a row is
+    none.
+    """
+    if shifts:
+        labels = labels[:, 1:]
+    return (labels != IGNORED).any(1)

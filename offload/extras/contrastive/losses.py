@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 from offload.distributed.comm import Comm
-from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.batch import Batch
 from offload.engine.loss.group_loss import GroupLoss
 
 CHUNK_BYTES = 32 << 20
@@ -96,7 +96,7 @@ class InfoNCE(GroupLoss):
         mask = batch.get("attention_mask")
         if mask is None:
             mask = torch.ones_like(ids)
-        is_real = has_tokens(batch["labels"]).view(-1, self.group).all(1).to(ids.device)
+        is_real = self._counted(batch, ids.device)
         pooled = self._pool(outputs["last_hidden_state"], mask)
         vectors = pooled.view(len(is_real), self.group, -1)[is_real]
         own = Points(vectors, _keys(ids, mask).view(-1, self.group)[is_real])
@@ -181,11 +181,6 @@ class InfoNCE(GroupLoss):
         left_out = left_out.scatter(1, targets[:, None], torch.zeros_like(left_out[:, :1]))
         scores = (similarities / self._temperature).masked_fill(left_out, -torch.inf)
         return scores.logsumexp(1) - own[:, 0] / self._temperature, scores.argmax(1) == targets
-
-
-def has_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return bool [rows]: True for rows with a token in labels [rows, tokens]. One is enough for an embedding."""
-    return (labels != IGNORED).any(1)
 
 
 def _keys(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

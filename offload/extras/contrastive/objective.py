@@ -15,8 +15,9 @@ from offload.app.training.objectives import Batch, Objective, Say
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
+from offload.engine.loss.group_loss import has_target
 from offload.errors import ConfigError
-from offload.extras.contrastive.losses import InfoNCE, has_tokens
+from offload.extras.contrastive.losses import InfoNCE
 
 _POOLING = "1_Pooling/config.json"
 _NAMES = {
@@ -81,7 +82,7 @@ class Contrastive(Objective):
 
     def count(self, batch: Batch) -> int:
         """Return the queries in a batch."""
-        return int(has_tokens(batch["labels"]).sum()) // self.loss.group
+        return int(has_target(batch["labels"], shifts=self.loss.shifts).sum()) // self.loss.group
 
     def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
         """An embedding is of all tokens of a text."""
