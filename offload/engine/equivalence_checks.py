@@ -15,7 +15,7 @@ from offload.engine.entries import ModelCall
 from offload.engine.flow import Flow
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.loss import as_loss, run_loss
+from offload.engine.loss.loss import Loss, as_loss, run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
@@ -213,6 +213,8 @@ class EquivalenceChecks:
         if cuts and not is_whole:  # as few rows as a loss can take: the sample has few
             micro_rows = as_loss(inputs.loss_fn).group
         inputs = inputs.of_sample(sample, micro_rows)
+        if isinstance(inputs.loss_fn, Loss):
+            inputs = replace(inputs, loss_fn=inputs.loss_fn.trial())
         chunk_tokens = 0
         if has_chunks:  # a few tokens would fit into one chunk
             num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))

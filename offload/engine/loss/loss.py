@@ -81,6 +81,12 @@ class Loss:
         """
         return log_probs_with_gradient
 
+    def trial(self) -> Loss:
+        """Return a loss with the same way through the heads, for comparisons with plain PyTorch. Its gradient must tell
+        something: near a minimum, gradients are rounding errors.
+        """
+        return self
+
     def check(self, num_rows: int, micro_rows: int | None) -> None:
         """Raise ConfigError if the batch or a micro-batch splits a group."""
         for subject, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):

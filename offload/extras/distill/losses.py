@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -20,9 +21,6 @@ from offload.engine.loss.loss import Loss, Needs, select_inputs
 
 _PIECE_BYTES = 16 << 20
 """Log-probabilities in fp32 at a time, in bytes: a divergence has some six tensors of this size with its graph."""
-
-_SAME_SHARE = 1e-2
-"""Allowed difference of logits in another order of sums, in bf16, as a share of the largest."""
 
 
 def divergence(log_probs: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
@@ -50,18 +48,22 @@ class Distillation(Loss):
     teacher: a companion (`add_companion`), a causal model. beta: see `divergence`. temperature: divides the logits of
     both. labels: share of the cross entropy of the labels in the loss, 0 to 1. The batch has `labels`, int64
     [rows, tokens], which no model receives.
+
+    Both heads run in chunks of tokens. The engine compares such a pass with `of` on a few tokens before the first step.
     """
 
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
 
     def __init__(self, teacher: nn.Module, beta: float = 0.5, temperature: float = 1.0, labels: float = 0.0) -> None:
-        super().__init__(Needs.MEAN)
+        self._base = find_base_model(teacher)
+        needs = Needs.MEAN
+        if self._base is None:  # its forward has logits of all tokens
+            needs = Needs.OUTPUTS
+        super().__init__(needs)
         self._teacher = teacher
         self._beta = beta
         self._temperature = temperature
         self._labels = labels
-        self.in_chunks = find_base_model(teacher) is not None
-        """True if the head of the teacher runs in chunks too."""
 
     def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """Return the loss, 0-dim, from model outputs with the logits of all tokens."""
@@ -73,36 +75,23 @@ class Distillation(Loss):
         values: torch.Tensor = _Terms.apply(outputs.logits.flatten(0, 1), labels.clamp(min=0), term)
         return -(values * is_target).sum() / is_target.sum()
 
+    def trial(self) -> Distillation:
+        # A model may begin as its teacher, where the divergence has no slope.
+        loss = copy(self)
+        loss._labels = max(0.5, self._labels)
+        return loss
+
     def term(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Term:
         return partial(self._term, self._logits(select_inputs(self._teacher, inputs, self), batch, chunks))
 
     @torch.no_grad()
     def _logits(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[torch.Tensor]:
         """Run the teacher below the head. Return its logits [tokens, vocabulary] of each chunk, to be computed then."""
-        teacher: Any = self._teacher
-        if not self.in_chunks:
-            logits = teacher(**inputs).logits.flatten(0, 1)
-            return (logits[chunk.places] for chunk in chunks)
-        base = find_base_model(teacher)
-        assert base is not None
-        head = ChunkedHead(teacher, base)
-        output = head.base_output(lambda: teacher(**inputs))
+        assert self._base is not None
+        head = ChunkedHead(self._teacher, self._base)
+        output = head.base_output(lambda: self._teacher(**inputs))
         # Not a loop: its variable would hold the logits of a chunk while the next one runs.
         return map(attrgetter("logits"), head.parts(HeadInputs(output, batch, chunks, term=_no_values)))
-
-    @torch.no_grad()
-    def try_chunks(self, batch: Batch) -> bool:
-        """Return whether the teacher's logits of half of the tokens, in another order, equal those of its own forward,
-        but for the order of sums. Call in a loss function of `Engine.evaluate`.
-        """
-        places = torch.arange(0, batch["labels"].numel(), 2, device=batch["labels"].device).flip(0)
-        inputs = select_inputs(self._teacher, batch, self)
-        wanted = self._teacher(**inputs).logits.flatten(0, 1)[places]
-        try:
-            found = next(self._logits(inputs, batch, [Chunk(places, len(places))]))
-        except (TypeError, KeyError, AttributeError):  # the base is not called, or has another output
-            return False
-        return found.shape == wanted.shape and bool((found - wanted).abs().max() <= _SAME_SHARE * wanted.abs().max())
 
     def _term(
         self,

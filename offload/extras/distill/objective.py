@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import check_companion
@@ -17,7 +15,6 @@ from offload.app.training.objectives import BuildModel, Objective, Say
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
-from offload.engine.loss.batch import Batch
 from offload.errors import ConfigError
 from offload.extras.adapters.over_base import mark_base
 from offload.extras.data.tokenizer import check_same_tokens
@@ -54,28 +51,9 @@ class FromTeacher(Objective):
         return Distillation(teacher, section.beta, section.temperature, section.labels)
 
     def prepare(
-        self, config: Config, engine: Engine, data: Any, comm: Comm, folders: Sequence[Path], say: Say
+        self, config: Config, _engine: Engine, data: Any, comm: Comm, folders: Sequence[Path], _say: Say, /
     ) -> tuple[Any, Mapping[str, bytes]]:
-        """Try the teacher's head over chunks of tokens, on a row of each rank. Return the mark of the teacher's files,
-        which a resumed run compares.
-        """
-        loss = self.loss
-        assert isinstance(loss, Distillation)
-        is_equal = True
-
-        def try_chunks(outputs: Any, batch: Batch) -> torch.Tensor:
-            nonlocal is_equal
-            is_equal = loss.try_chunks(batch)
-            return outputs.logits.sum() * 0.0
-
-        rows = data.batch_of("train", 0, engine.world_size, engine.rank, engine.world_size)
-        engine.evaluate(self.apply(rows, 0), try_chunks)
-        if comm.any(not is_equal, "trial of the teacher's head"):  # all ranks compute alike
-            loss.in_chunks = False
-            say(
-                "note: the teacher's forward does not run over chunks of hidden states: its logits of all tokens are "
-                "in device memory at once, and no plan counts them."
-            )
+        """Return the mark of the teacher's files, which a resumed run compares."""
         with share_failure(comm, "comparison of the teacher"):
             return data, {TEACHER_MARK: _mark(config, folders)}
 
