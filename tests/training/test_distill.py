@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,16 @@ from transformers import (
 )
 
 from offload import SGD, Engine, Placement
+from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import beside
 from offload.app.hf.models import build_model, fill_all
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError
+from offload.extras.adapters.adapters import as_base
 from offload.extras.data.tokenizer import train_bpe
 from offload.extras.distill.losses import Distillation
+from offload.extras.distill.objective import FromTeacher
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.inside import parts_of
@@ -125,6 +130,45 @@ def test_a_share_of_the_labels_is_their_cross_entropy() -> None:
     with Engine(model, SGD(lr=0.5), precision="fp32", max_grad_norm=None) as engine:
         of_labels = engine.step(rows()).loss.item()
     assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * of_labels, rel=1e-6)
+
+
+def adapted() -> Any:
+    """Return the student with an adapter that changes its logits."""
+    needs("peft")
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT about transformers
+        return get_peft_model(student(), config).train()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_base_of_an_adapter_is_a_teacher_without_a_copy(way: str) -> None:
+    """Break: let the adapter compute for the teacher, in the layers or in the head."""
+    with_copy, frozen = adapted(), student()
+    add_companion(with_copy, "teacher", frozen)
+    wanted, wanted_weights = trained(with_copy, Distillation(frozen), **WAYS[way])
+    model = adapted()
+    losses, own = trained(model, Distillation(model.get_base_model(), within=as_base), **WAYS[way])
+    assert losses == wanted
+    assert all(torch.equal(value, wanted_weights[name]) for name, value in own.items())
+
+
+def test_a_base_computes_in_eval_mode() -> None:
+    """Break: leave the modules in train mode; leave them in eval mode."""
+    model: Any = adapted()
+    base, trainable = model.get_base_model(), [each.requires_grad for each in model.parameters()]
+    base.config.attention_dropout = 0.5
+    for layer in base.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ids = {"input_ids": rows()["input_ids"].cpu()}
+    with as_base(list(base.modules())), torch.no_grad():
+        assert torch.equal(base(**ids).logits, student()(**ids).logits)
+    assert all(module.training for module in base.modules())
+    assert [each.requires_grad for each in model.parameters()] == trainable
+    assert not torch.equal(model.eval()(**ids).logits, student().eval()(**ids).logits)
 
 
 @pytest.fixture
@@ -381,13 +425,49 @@ def write_wide(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=384)).save_pretrained(folder)
 
 
-def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path) -> None:
+def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path, tmp_path: Path) -> None:
     """Base and teacher in nf4. Break: leave the codecs of the teacher out of `quantized`."""
     write_wide(folder)
+    base = shutil.copytree(folder, tmp_path / "copied")
     coded = {"offload__frozen_weights": "nf4", "lora__rank": 4}
-    _, lines, out = run("run", **asked(folder, model__path=str(folder), **coded))
+    _, lines, out = run("run", **asked(folder, model__path=str(base), **coded))
     assert len(lines) == 4
     assert "28 frozen parameters are stored in nf4" in out
+
+
+def test_an_adapter_learns_from_its_base_without_a_copy(run: Any, folder: Path, tmp_path: Path) -> None:
+    """The run equals one with a copy of the folder, and takes less memory. Break: build the base as a
+    companion; compare the names and not the folders.
+    """
+    write_wide(folder)
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    own = asked(folder, model__path=f"{folder}/../{folder.name}", lora__rank=4, distill__labels=0.5)
+    _, lines, out = run("run", **own)
+    assert "the teacher is the base of the adapter" in out
+    _, wanted, said = run("with-copy", **own | {"distill__teacher": str(copied)})
+    assert "the teacher is the base" not in said
+    assert [line["loss"] for line in lines] == [line["loss"] for line in wanted]
+    files = [tmp_path / name / "hf" / "adapter_model.safetensors" for name in ("run", "with-copy")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("run", "with-copy")]
+    base_bytes = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
+    planned = [sum(tier["bytes"] for tier in plan["tiers"].values()) for plan in plans]
+    assert planned[0] < planned[1] - base_bytes / 2
+    for link, num_bytes in plans[0]["lane_bytes"].items():
+        assert lines[-1][f"{link}_bytes"] == num_bytes, link
+
+
+@pytest.mark.slow
+def test_a_resumed_adapter_learns_from_its_base_too(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: take the reduced base of PiSSA for the teacher."""
+    own = asked(folder, model__path=str(folder), lora__rank=4)
+    _, wanted, _ = run("run", **own, checkpoint__every=2, checkpoint__keep=4)
+    saved = str(tmp_path / "run" / "checkpoints" / "step-2")
+    _, lines, out = run("more", **own, checkpoint__resume=saved)
+    assert "the teacher is the base of the adapter" in out
+    assert [line["loss"] for line in lines] == [line["loss"] for line in wanted[2:]]
+    _, _, out = run("reduced", **own, lora__init="pissa")
+    assert "the teacher is the base" not in out
 
 
 def test_a_teacher_with_more_tensors_than_it_needs_is_taken(run: Any, folder: Path) -> None:
@@ -423,6 +503,10 @@ def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
         run("run", **asked(folder, data__sequence_length=96))
     with pytest.raises(ConfigError, match=r"distill\.teacher is .*config\.json, which has no weights"):
         run("run", **asked(folder, distill__teacher=str(folder / "config.json")))
+    with pytest.raises(
+        ConfigError, match=r"distill\.teacher is .*nowhere, which does not exist; set --distill\.teacher"
+    ):
+        run("run", **asked(folder, distill__teacher=str(folder / "nowhere")))
     file = folder / "model.safetensors"
     stored = load_file(file)
     del stored["lm_head.weight"]
@@ -432,6 +516,36 @@ def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
     AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=384, **SHAPE)).save_pretrained(folder)
     with pytest.raises(ConfigError, match="a model of the kind masked: only causal"):
         run("run", **asked(folder))
+
+
+def test_a_router_loss_is_not_left_out_in_silence(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: say nothing."""
+    make_folder("mixtral", tmp_path / "experts")
+    file = tmp_path / "experts" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"output_router_logits": True}))
+    _, _, out = run("run", **asked(folder, model__path=str(file.parent), train__steps=1))
+    assert "output_router_logits of the model's configuration has no effect" in out
+
+
+def test_a_teacher_has_the_attention_of_the_run(folder: Path) -> None:
+    """Break: leave model.attention out of the teacher's settings."""
+    config = Config.load(
+        overrides={"distill.teacher": str(folder), "train.method": "distill", "model.attention": "eager"}
+    )
+    teachers = FromTeacher.companions(config, student(), lambda section: build_model(section, seed=0))
+    assert teachers["teacher"].model.config._attn_implementation == "eager"
+
+
+def test_packed_documents_stay_below_the_rope_limit_of_the_teacher(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: look at the limit of the trained model alone."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    config = LlamaConfig(**SHAPE, vocab_size=384, max_position_embeddings=64, rope_parameters=rope)
+    shutil.copytree(folder, tmp_path / "long")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "long")
+    own = asked(folder, distill__teacher=str(tmp_path / "long"), data__packing=True, data__packing_isolated=True)
+    with pytest.raises(ConfigError, match="beyond 16 tokens a model has other rotary frequencies"):
+        run("run", **own)
 
 
 def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -16,14 +17,24 @@ from offload.errors import ConfigError
 from offload.files.sources import Source
 
 
+@contextmanager
+def companion_at(config: Config, key: str) -> Iterator[ModelSection]:
+    """Context with the model named by the setting `key`. Errors name this setting in place of model.path."""
+    try:
+        yield ModelSection(path=config.get(key), attention=config.model.attention)
+    except ConfigError as error:
+        raise type(error)(str(error).replace("model.path", key)) from error
+
+
 def check_companion(config: Config, key: str, architecture: PreTrainedConfig, num_tokens: int) -> None:
     """Raise ConfigError if the model named by the setting `key` has no weights, or no probabilities for the tokens of
     the run.
     """
     length, most = int(config.data.sequence_length or 0), max_positions(architecture)
-    section = ModelSection(path=config.get(key))
+    with companion_at(config, key) as section:
+        folder = locate(section)
     reason = ""
-    if not is_pretrained(section, locate(section)):
+    if not is_pretrained(section, folder):
         reason = "which has no weights: only a folder or a hub name has them"
     elif (kind := model_kind(architecture).name) != "causal":
         reason = f"a model of the kind {kind}: only causal language models have probabilities of the next token"

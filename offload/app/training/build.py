@@ -55,7 +55,7 @@ from offload.app.training.trainable import (
 )
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
-from offload.engine.companions import without_companions
+from offload.engine.companions import companions_of, without_companions
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, common, first_names, format_bytes, untrainable_error
 from offload.layout.planes import DTYPES
@@ -322,8 +322,6 @@ class _Build:
         with share_failure(self.comm, "making of the model"):
             kind = OBJECTIVES[config.train.method]
             objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
-            companions = kind.companions(config, partial(self._build_other, config))
-            objective.loss = kind.loss_over(config, companions, setup.vocab_size) or objective.loss
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
             files: Mapping[str, bytes] = {}
@@ -339,6 +337,14 @@ class _Build:
             for text in built.notes:
                 self.note(text)
             built.model.train()
+            companions = kind.companions(config, built.model, partial(self._build_other, config))
+            objective.loss = kind.loss_over(config, built.model, companions, setup.vocab_size) or objective.loss
+            routes = getattr(setup.architecture.get_text_config(), "output_router_logits", False)
+            if routes and objective.loss is not None:
+                self.note(
+                    "output_router_logits of the model's configuration has no effect: train.method "
+                    f"{config.train.method} has no loss of the router."
+                )
             for name, companion in companions.items():
                 built = beside(built, name, companion)
         return _Model(built, objective, files)
@@ -412,7 +418,9 @@ class _Build:
         asked: settings before the data; config: settings so far. Raises ConfigError if the rows must stay.
         """
         setup = self.setup
-        why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, setup.rope_limit)
+        others = [rope_limit(companion.config) for companion in companions_of(engine.model).values()]
+        limit = min(filter(None, (setup.rope_limit, *others)), default=None)
+        why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, limit)
         if why_mask:
             config = config.with_resolved(model__attention="auto")
         if why_mixed:

@@ -82,7 +82,7 @@ def isolate(
         return "", ""
     if rope_limit is not None and data.longest > rope_limit:
         return "", (
-            f"beyond {rope_limit:,} tokens the model has other rotary frequencies for all documents in a batch, and "
+            f"beyond {rope_limit:,} tokens a model has other rotary frequencies for all documents in a batch, and "
             f"the longest document has {data.longest:,}"
         )
     why_mask = ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
@@ -46,13 +47,17 @@ class Objective:
     """Loss function. None: the model's own."""
 
     @classmethod
-    def companions(cls, _config: Config, _build: BuildModel, /) -> Mapping[str, BuiltModel]:
+    def companions(cls, _config: Config, _model: nn.Module, _build: BuildModel, /) -> Mapping[str, BuiltModel]:
         """Return the frozen models that the loss needs beside the trained one, by name. Raises ConfigError."""
         return {}
 
     @classmethod
-    def loss_over(cls, _config: Config, _companions: Mapping[str, BuiltModel], _vocab_size: int, /) -> Loss | None:
-        """Return the loss, if it has companions. Raises ConfigError."""
+    def loss_over(
+        cls, _config: Config, _model: nn.Module, _companions: Mapping[str, BuiltModel], _vocab_size: int, /
+    ) -> Loss | None:
+        """Return the loss, if it reads another model beside the trained one, or the base of its adapter. Raises
+        ConfigError.
+        """
         return None
 
     @classmethod

@@ -7,7 +7,8 @@ import importlib.util
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +46,8 @@ _NUM_NAMES = 12  # modules listed in an error
 _HEADS = ("classifier", "score")  # of classification models
 INITIAL = "adapter_initial.safetensors"
 """Checkpoint file beside the adapter state: the products that the adapter initialization subtracted from the base."""
+_MODES = {"training": False, "_disable_adapters": True}
+"""Attributes of a module that computes as in the base."""
 _DATA_INITS = ("eva", "corda", "lora_ga")
 _NO_LOFTQ = (
     ", which is no longer computed: set --lora.init default, gaussian, orthogonal, olora or pissa, all possible with "
@@ -235,7 +238,34 @@ class Adaptation:
 
     @property
     def _reduces_base(self) -> bool:
-        return str(getattr(self.config, "init_lora_weights", "")).startswith(("pissa", "olora"))
+        return _reduces_base(self.config)
+
+
+def keeps_base(model: Any) -> bool:
+    """Return whether a model is an adapted one, and computes as its base in the files while the adapter is off."""
+    if not hasattr(model, "peft_config"):
+        return False
+    config = adapter_config(model)
+    trains = getattr(config, "bias", "none") != "none"
+    return not (trains or _reduces_base(config) or getattr(config, "layer_replication", None))
+
+
+@contextmanager
+def as_base(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules of an adapted model compute without the adapter and in eval mode, as in the base."""
+    # Not by PEFT's `disable_adapter`: it asks all parameters for their state, and changes requires_grad.
+    before = [(module, {key: getattr(module, key) for key in _MODES if hasattr(module, key)}) for module in modules]
+    try:
+        for module, modes in before:
+            vars(module).update({key: _MODES[key] for key in modes})
+        yield
+    finally:
+        for module, modes in before:
+            vars(module).update(modes)
+
+
+def _reduces_base(config: Any) -> bool:
+    return str(getattr(config, "init_lora_weights", "")).startswith(("pissa", "olora"))
 
 
 def config_bytes(model: nn.Module) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from operator import attrgetter
@@ -19,6 +20,7 @@ from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import Loss, Needs, select_inputs
 
+Within = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 _PIECE_BYTES = 16 << 20
 """Log-probabilities in fp32 at a time, in bytes: a divergence has some six tensors of this size with its graph."""
 
@@ -46,15 +48,23 @@ class Distillation(Loss):
     """Mean divergence from the probabilities of a teacher, in nats, over the tokens with a target.
 
     teacher: a companion (`add_companion`), a causal model. beta: see `divergence`. temperature: divides the logits of
-    both. labels: share of the cross entropy of the labels in the loss, 0 to 1. The batch has `labels`, int64
-    [rows, tokens], which no model receives.
+    both. labels: share of the cross entropy of the labels in the loss, 0 to 1. within: context in which modules of
+    `teacher` compute as the teacher, such as `as_base` for the base of an adapter (`model.get_base_model()`). The batch
+    has `labels`, int64 [rows, tokens], which no model receives.
 
     Both heads run in chunks of tokens. The engine compares such a pass with `of` on a few tokens before the first step.
     """
 
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
 
-    def __init__(self, teacher: nn.Module, beta: float = 0.5, temperature: float = 1.0, labels: float = 0.0) -> None:
+    def __init__(
+        self,
+        teacher: nn.Module,
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        labels: float = 0.0,
+        within: Within = lambda _modules: nullcontext(),
+    ) -> None:
         self._base = find_base_model(teacher)
         needs = Needs.MEAN
         if self._base is None:  # its forward has logits of all tokens
@@ -64,12 +74,16 @@ class Distillation(Loss):
         self._beta = beta
         self._temperature = temperature
         self._labels = labels
+        self._within = within
+        self._modules = list(teacher.modules())
+        below = set((self._base or teacher).modules())
+        self._head = [module for module in self._modules if module not in below]
 
     def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """Return the loss, 0-dim, from model outputs with the logits of all tokens."""
         labels = next_labels(batch).flatten()
         is_target = labels != IGNORED
-        with torch.no_grad():
+        with torch.no_grad(), self._within(self._modules):
             of_teacher = self._teacher(**select_inputs(self._teacher, batch, self)).logits.flatten(0, 1)
         term = partial(self._term, iter([of_teacher]))
         values: torch.Tensor = _Terms.apply(outputs.logits.flatten(0, 1), labels.clamp(min=0), term)
@@ -89,7 +103,8 @@ class Distillation(Loss):
         """Run the teacher below the head. Return its logits [tokens, vocabulary] of each chunk, to be computed then."""
         assert self._base is not None
         head = ChunkedHead(self._teacher, self._base)
-        output = head.base_output(lambda: self._teacher(**inputs))
+        with self._within(self._modules):
+            output = head.base_output(lambda: self._teacher(**inputs))
         # Not a loop: its variable would hold the logits of a chunk while the next one runs.
         return map(attrgetter("logits"), head.parts(HeadInputs(output, batch, chunks, term=_no_values)))
 
@@ -103,7 +118,7 @@ class Distillation(Loss):
         """Return the negative divergence of each token, and the gradient of the logits. In pieces: fp32 numbers and the
         graph exist for some tokens at a time.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._within(self._head):
             teacher = next(of_teacher)
         values = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         gradient = None

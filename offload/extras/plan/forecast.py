@@ -276,6 +276,7 @@ class Forecaster:
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
     _timed: dict[str, Forecast] = field(default_factory=dict)
     _made: set[tuple[str, bool]] = field(default_factory=set)
+    _companions: Mapping[str, BuiltModel] = field(default_factory=dict)
     _unplanned: str = ""
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
 
@@ -306,13 +307,10 @@ class Forecaster:
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         built = BuiltModel(model, quantized=quantized)
+        self._companions = OBJECTIVES[self.config.train.method].companions(self.config, model, _on_shapes)
         for name, companion in self._companions.items():
             built = beside(built, name, companion)
         return built
-
-    @cached_property
-    def _companions(self) -> Mapping[str, BuiltModel]:
-        return OBJECTIVES[self.config.train.method].companions(self.config, _on_shapes)
 
     def _origin(self) -> tuple[bool, bool]:
         """Return whether weights are read from files, and whether they are planned like a download."""
@@ -544,9 +542,9 @@ class Forecaster:
                 # All that a use depends on beside its shapes: the rest of a key is rows, chunks and passes.
                 kind = replace(batch, rows=0), products, settings.device, settings.sequence_tile
                 found_uses = self._uses.setdefault((*kind, tuple(prepared.structure.regions)), {})
-                num_tokens = vocab_size(self._architecture)
-                loss = OBJECTIVES[config.train.method].loss_over(config, self._companions, num_tokens)
-                found = measure(self._built.model, batch, prepared, found_tiles, found_uses, loss)
+                model, num_tokens = self._built.model, vocab_size(self._architecture)
+                loss = OBJECTIVES[config.train.method].loss_over(config, model, self._companions, num_tokens)
+                found = measure(model, batch, prepared, found_tiles, found_uses, loss)
                 self._workloads[key] = replace(found, num_passes=passes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)

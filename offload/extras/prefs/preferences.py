@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from offload.app.config.config import Config
-from offload.app.config.sections import ModelSection
-from offload.app.hf.companion import check_companion
+from offload.app.hf.companion import check_companion, companion_at
 from offload.app.hf.models import load_model_config, locate
 from offload.app.training.objectives import Batch, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
@@ -54,8 +53,7 @@ class Preferences(Objective):
     def measure_others(self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, say: Say) -> None:
         if config.prefs.reference is None:
             return
-        section = ModelSection(path=config.prefs.reference)
-        with share_failure(comm, "check of the reference"):
+        with share_failure(comm, "check of the reference"), companion_at(config, "prefs.reference") as section:
             check_same_tokens("prefs.reference", section.path, locate(section), data.tokenizer)
             check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
         with open_frozen(section) as engine:
