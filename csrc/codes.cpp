@@ -28,8 +28,10 @@ void decode_whole(const uint8_t* records, T* out, int64_t num_records, Execution
 }
 template void decode_whole<8>(const uint8_t*, float*, int64_t, Execution);
 template void decode_whole<8>(const uint8_t*, uint16_t*, int64_t, Execution);
+template void decode_whole<8>(const uint8_t*, Half*, int64_t, Execution);
 template void decode_whole<4>(const uint8_t*, float*, int64_t, Execution);
 template void decode_whole<4>(const uint8_t*, uint16_t*, int64_t, Execution);
+template void decode_whole<4>(const uint8_t*, Half*, int64_t, Execution);
 
 template <class T>
 void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how) {
@@ -39,6 +41,7 @@ void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t
 }
 template void decode_nf4(const uint8_t*, const Nf4Tables&, float*, int64_t, Execution);
 template void decode_nf4(const uint8_t*, const Nf4Tables&, uint16_t*, int64_t, Execution);
+template void decode_nf4(const uint8_t*, const Nf4Tables&, Half*, int64_t, Execution);
 
 template <class T>
 void decode_mxfp4(const Mxfp4Matrix& matrix, T* out, Execution how) {
@@ -49,6 +52,7 @@ void decode_mxfp4(const Mxfp4Matrix& matrix, T* out, Execution how) {
 }
 template void decode_mxfp4(const Mxfp4Matrix&, float*, Execution);
 template void decode_mxfp4(const Mxfp4Matrix&, uint16_t*, Execution);
+template void decode_mxfp4(const Mxfp4Matrix&, Half*, Execution);
 
 void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Execution how) {
   parallel_chunks((n + kInt8Block - 1) / kInt8Block, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {

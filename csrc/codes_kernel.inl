@@ -5,6 +5,8 @@ template <class Lane = Wide>
 inline void store_as(float* p, typename Lane::Vec x) { Lane::store(p, x); }
 template <class Lane = Wide>
 inline void store_as(uint16_t* p, typename Lane::Vec x) { Lane::store_bf16(p, x); }
+template <class Lane = Wide>
+inline void store_as(Half* p, typename Lane::Vec x) { Lane::store_fp16(p, x); }
 
 // The largest magnitude of kBlock weights; NaN where one is.
 template <int64_t kBlock>

@@ -38,5 +38,6 @@ void accumulate(float* sum, const T* x, int64_t n, Execution how) {
 }
 template void accumulate(float*, const float*, int64_t, Execution);
 template void accumulate(float*, const uint16_t*, int64_t, Execution);
+template void accumulate(float*, const Half*, int64_t, Execution);
 
 }  // namespace offload

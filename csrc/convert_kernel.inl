@@ -27,3 +27,8 @@ void accumulate_range(float* sum, const uint16_t* x, int64_t begin, int64_t end)
   for_range(begin, end,
             [=](auto lane, int64_t i) { lane.store(sum + i, lane.add(lane.load(sum + i), lane.load_bf16(x + i))); });
 }
+
+void accumulate_range(float* sum, const Half* x, int64_t begin, int64_t end) {
+  for_range(begin, end,
+            [=](auto lane, int64_t i) { lane.store(sum + i, lane.add(lane.load(sum + i), lane.load_fp16(x + i))); });
+}

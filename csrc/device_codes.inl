@@ -20,12 +20,13 @@ inline void store_each(float* to, const float* x) {
   for (int j = 0; j < kEach; ++j) lines[j / 4].words[j % 4] = bits_of(x[j]);
   for (int i = 0; i < 2; ++i) reinterpret_cast<Line*>(to)[i] = lines[i];
 }
-inline void store_each(uint16_t* to, const float* x) {
-  Line line;
-  for (int j = 0; j < 4; ++j) {
-    line.words[j] = Wide::round_bits(x[2 * j]) | static_cast<uint32_t>(Wide::round_bits(x[2 * j + 1])) << 16;
-  }
-  *reinterpret_cast<Line*>(to) = line;
+inline void store_one(uint16_t* to, float x) { Wide::store_bf16(to, x); }
+inline void store_one(Half* to, float x) { Wide::store_fp16(to, x); }
+template <class T>
+inline void store_each(T* to, const float* x) {
+  alignas(16) T rounded[kEach];
+  for (int j = 0; j < kEach; ++j) store_one(rounded + j, x[j]);
+  *reinterpret_cast<Line*>(to) = *reinterpret_cast<const Line*>(rounded);
 }
 
 inline uint64_t thread_number() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }

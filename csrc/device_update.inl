@@ -108,7 +108,7 @@ struct Thread {
 // Numbers have the types of a launch from Python: ints and doubles. Each double is a member of Scalars. `size`, `key`
 // and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
 template <template <class> class Rule, class Scalars, class Master, States kStates, class Grad>
-__global__ void update(void* master, int16_t* lo, void* moments0, void* moments1, float* scales0, float* scales1,
+__global__ void update(void* master, void* lo, void* moments0, void* moments1, float* scales0, float* scales1,
                        const void* grad, unsigned long long* num_nonfinite, uint32_t size0, uint32_t size1, uint32_t key0,
                        uint32_t key1, uint32_t step, uint32_t element0, uint32_t element1, double s0, double s1, double s2,
                        double s3, double s4, double s5, double s6, double s7) {
@@ -120,11 +120,11 @@ __global__ void update(void* master, int16_t* lo, void* moments0, void* moments1
   memcpy(&scalars, rounded, sizeof scalars);
   const Moments moments{kStates, {moments0, moments1}, {scales0, scales1}, {whole(key0, key1), step, 0},
                         whole(element0, element1)};
-  const UpdateArrays arrays{master, lo, moments, grad, sizeof(Grad) == 2, static_cast<int64_t>(whole(size0, size1))};
+  // Master and Grad have the types.
+  const UpdateArrays arrays{master, lo, false, moments, grad, Element::fp32, static_cast<int64_t>(whole(size0, size1))};
 
   Thread<Rule, Scalars, Master, kStates, Grad> thread(arrays, static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
-  if constexpr (sizeof(Master) == sizeof(void*)) thread.update(scalars, {static_cast<float*>(master)});
-  else thread.update(scalars, {static_cast<uint16_t*>(master), lo});
+  thread.update(scalars, Master(arrays));
   if constexpr (kStates == States::int8) {
 #pragma unroll
     for (int which = 0; which < Thread<Rule, Scalars, Master, kStates, Grad>::kNum; ++which) {

@@ -34,7 +34,7 @@ using Wide = Narrow;
 
 #if defined(__x86_64__)
 
-OFFLOAD_TARGET_BEGIN("avx2,fma")
+OFFLOAD_TARGET_BEGIN("avx2,fma,f16c")
 namespace offload::avx2 {
 namespace {
 #include "simd_scalar.inl"
@@ -44,7 +44,7 @@ namespace {
 }  // namespace offload::avx2
 OFFLOAD_TARGET_END
 
-OFFLOAD_TARGET_BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+OFFLOAD_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace offload::avx512 {
 namespace {
 #include "simd_scalar.inl"

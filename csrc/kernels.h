@@ -13,6 +13,12 @@ struct Execution {
   Isa isa;
 };
 
+// The numbers of an array, by the last two bytes or four of each: T is float; uint16_t for bfloat16; or Half for fp16.
+enum class Element { fp32, bf16, fp16 };
+struct Half {
+  uint16_t bits;
+};
+
 // What one AdamW step multiplies with: computed in double as torch does, rounded to float once.
 struct AdamwScalars {
   float grad_scale;         // 1 for none
@@ -56,13 +62,15 @@ struct Moments {
   uint64_t element;
 };
 
-// master: fp32 where lo is null; else `master` is the bfloat16 plane and `lo` the int16 plane of a split master.
+// master: fp32 where lo is null. Else `master` is the bfloat16 plane and `lo` the int16 plane of a split master; or, in
+// fp16, `lo` is the fp32 master and `master` a copy of it, which is written alone.
 struct UpdateArrays {
   void* master;
-  int16_t* lo;
+  void* lo;
+  bool is_copied;  // to fp16
   Moments moments;
   const void* grad;
-  bool grad_is_bf16;
+  Element grad_type;
   int64_t n;
 };
 
@@ -141,11 +149,11 @@ void draw(uint32_t* out, int64_t n, const Draws& draws, uint64_t element, Execut
 void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
 void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);
 void round_bf16(float* x, int64_t n, Execution how);
-template <class T>  // T here and below: float, or uint16_t for bfloat16
+template <class T>  // T here and below: as at Element
 void accumulate(float* sum, const T* x, int64_t n, Execution how);
 
-// Weights in records of codes and scales: offload/extras/quant/codecs.py. Weights (T: float, or uint16_t for bfloat16)
-// may be decoded over their own records, where these end with them: by one thread.
+// Weights in records of codes and scales: offload/extras/quant/codecs.py. Weights may be decoded over
+// their own records, where these end with them: by one thread.
 constexpr int64_t kInt8Block = 128;
 constexpr int64_t whole_record(int bits) { return kInt8Block * bits / 8 + 4; }  // of whole numbers of 8 or 4 bits
 constexpr int64_t kInt8Record = whole_record(8);

@@ -46,6 +46,7 @@ void sum_squares(const T* x, const int64_t* offsets, const int64_t* sizes, doubl
 }
 template void sum_squares(const float*, const int64_t*, const int64_t*, double*, int64_t, Execution);
 template void sum_squares(const uint16_t*, const int64_t*, const int64_t*, double*, int64_t, Execution);
+template void sum_squares(const Half*, const int64_t*, const int64_t*, double*, int64_t, Execution);
 
 template <class T>
 double copy_sum_squares(const T* x, T* out, int64_t n, Execution how) {
@@ -67,5 +68,6 @@ double copy_sum_squares(const T* x, T* out, int64_t n, Execution how) {
 }
 template double copy_sum_squares(const float*, float*, int64_t, Execution);
 template double copy_sum_squares(const uint16_t*, uint16_t*, int64_t, Execution);
+template double copy_sum_squares(const Half*, Half*, int64_t, Execution);
 
 }  // namespace offload

@@ -1,4 +1,4 @@
-// AVX2 with FMA: 8 floats. See simd_scalar.inl for what each operation means.
+// AVX2 with FMA and F16C: 8 floats. See simd_scalar.inl for what each operation means.
 
 struct Wide {
   using Vec = __m256;
@@ -11,6 +11,12 @@ struct Wide {
   static Vec load_bf16(const uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  static Vec load_fp16(const Half* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_fp16(Half* p, Vec x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   }
 
   // Writes the low 16 bits of each lane, whose high 16 bits must be zero (packus saturates).
@@ -160,6 +166,9 @@ struct Wide {
     }
     void add(const uint16_t* p) {
       for (int k = 0; k < 4; ++k) add8(2 * k, load_bf16(p + 8 * k));
+    }
+    void add(const Half* p) {
+      for (int k = 0; k < 4; ++k) add8(2 * k, load_fp16(p + 8 * k));
     }
     void get(double* out) const {
       for (int k = 0; k < 8; ++k) _mm256_storeu_pd(out + 4 * k, sum[k]);

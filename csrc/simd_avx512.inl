@@ -12,6 +12,12 @@ struct Wide {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
+  static Vec load_fp16(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_fp16(Half* p, Vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
 
   static void store_low(void* p, __m512i x) {  // the low 16 bits of each lane
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
@@ -149,6 +155,10 @@ struct Wide {
     void add(const uint16_t* p) {
       add16(0, load_bf16(p));
       add16(2, load_bf16(p + 16));
+    }
+    void add(const Half* p) {
+      add16(0, load_fp16(p));
+      add16(2, load_fp16(p + 16));
     }
     void get(double* out) const {
       for (int k = 0; k < 4; ++k) _mm512_storeu_pd(out + 8 * k, sum[k]);

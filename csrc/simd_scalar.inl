@@ -1,5 +1,5 @@
 // One float at a time: the tails of every instruction set, and all of the work where there is no other.
-// The wide versions offer the same operations with the same results, bit for bit; bfloat16 travels as uint16_t.
+// The wide versions offer the same operations with the same results, bit for bit; bfloat16 travels as uint16_t, fp16 as Half.
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -22,6 +22,13 @@ struct Narrow {
   static Vec load(const float* p) { return *p; }
   static void store(float* p, Vec x) { *p = x; }
   static Vec load_bf16(const uint16_t* p) { return float_of(static_cast<uint32_t>(*p) << 16); }
+  static Vec load_fp16(const Half* p) {
+    const uint32_t sign = static_cast<uint32_t>(p->bits & 0x8000) << 16, magnitude = p->bits & 0x7FFF;
+    if (magnitude > 0x7C00) return float_of(sign | 0x7FC00000 | magnitude << 13);  // a quiet NaN, as the processors do
+    if (magnitude == 0x7C00) return float_of(sign | 0x7F800000);
+    if (magnitude >= 0x400) return float_of(sign | ((magnitude << 13) + (112u << 23)));
+    return float_of(sign | bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f));
+  }
 
   // Nearest, ties to even, as torch rounds; a NaN stays a NaN (the addition alone would carry 0x7FFFFFFF into -0).
   static uint16_t round_bits(Vec x) {
@@ -30,6 +37,19 @@ struct Narrow {
     return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
   }
   static void store_bf16(uint16_t* p, Vec x) { *p = round_bits(x); }
+  // Nearest, ties to even, and infinity from 65520 on, as torch rounds; a NaN stays one.
+  static void store_fp16(Half* p, Vec x) {
+    const uint32_t sign = bits_of(x) >> 16 & 0x8000, magnitude = bits_of(x) & 0x7FFFFFFF;
+    uint32_t bits = 0x7C00;
+    if (magnitude > 0x7F800000) {
+      bits = 0x7E00 | (magnitude >> 13 & 0x1FF);
+    } else if (magnitude < 0x38800000) {  // below 2^-14: the sum with 1/2 rounds at 2^-24, the step there
+      bits = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
+    } else if (magnitude < 0x477FF000) {
+      bits = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    }
+    p->bits = static_cast<uint16_t>(sign | bits);
+  }
   static Vec round_bf16(Vec x) { return float_of(static_cast<uint32_t>(round_bits(x)) << 16); }
 
   // The split master: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16), which are the low 16 bits read as signed.
@@ -126,6 +146,12 @@ struct Narrow {
     void add(const uint16_t* p) {
       for (int k = 0; k < 32; ++k) {
         const double x = load_bf16(p + k);
+        sum[k] += x * x;
+      }
+    }
+    void add(const Half* p) {
+      for (int k = 0; k < 32; ++k) {
+        const double x = load_fp16(p + k);
         sum[k] += x * x;
       }
     }

@@ -11,8 +11,9 @@ inline void prefetch_block(const T* p) {
   for (int64_t k = 0; k < kBlock; k += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + kPrefetchAhead + k);
 }
 
-// Where the master weights live: one fp32 array, or two half-width planes.
+// Where the master weights live: one fp32 array, two half-width planes, or one fp32 array with a copy in fp16.
 struct WholeMaster {
+  explicit WholeMaster(const UpdateArrays& a) : p(static_cast<float*>(a.master)) {}
   float* p;
   template <class Lane>
   typename Lane::Vec load(int64_t i) const { return Lane::load(p + i); }
@@ -23,6 +24,7 @@ struct WholeMaster {
 };
 
 struct SplitMaster {
+  explicit SplitMaster(const UpdateArrays& a) : hi(static_cast<uint16_t*>(a.master)), lo(static_cast<int16_t*>(a.lo)) {}
   uint16_t* hi;
   int16_t* lo;
   template <class Lane>
@@ -33,10 +35,24 @@ struct SplitMaster {
   void prefetch(int64_t i) const { prefetch_block<kBlock>(hi + i), prefetch_block<kBlock>(lo + i); }
 };
 
+struct CopiedMaster {
+  explicit CopiedMaster(const UpdateArrays& a) : p(static_cast<float*>(a.lo)), copy(static_cast<Half*>(a.master)) {}
+  float* p;
+  Half* copy;
+  template <class Lane>
+  typename Lane::Vec load(int64_t i) const { return Lane::load(p + i); }
+  template <class Lane>
+  void store(int64_t i, typename Lane::Vec x) const { Lane::store(p + i, x), Lane::store_fp16(copy + i, x); }
+  template <int64_t kBlock>
+  void prefetch(int64_t i) const { prefetch_block<kBlock>(p + i), prefetch_block<kBlock>(copy + i); }
+};
+
 template <class Lane>
 inline typename Lane::Vec load_grad(const float* g) { return Lane::load(g); }
 template <class Lane>
 inline typename Lane::Vec load_grad(const uint16_t* g) { return Lane::load_bf16(g); }
+template <class Lane>
+inline typename Lane::Vec load_grad(const Half* g) { return Lane::load_fp16(g); }
 
 #include "moments.inl"
 
@@ -88,15 +104,22 @@ int64_t update_range(const Scalars& scalars, const Master master, const Moments&
   return num_nonfinite;
 }
 
-// Calls body(master, gradient) with the types of the rule's arrays.
+// Calls body(master, gradient) with the types of the rule's arrays. Beside a master in 16 bits are gradients in these, or
+// in fp32.
 template <class Body>
 int64_t with_arrays(const UpdateArrays& a, const Body& body) {
-  const auto run = [&](const auto& master) {
-    return a.grad_is_bf16 ? body(master, static_cast<const uint16_t*>(a.grad))
-                          : body(master, static_cast<const float*>(a.grad));
-  };
-  if (a.lo) return run(SplitMaster{static_cast<uint16_t*>(a.master), a.lo});
-  return run(WholeMaster{static_cast<float*>(a.master)});
+  const auto* in_fp32 = static_cast<const float*>(a.grad);
+  const auto* in_bf16 = static_cast<const uint16_t*>(a.grad);
+  const auto* in_fp16 = static_cast<const Half*>(a.grad);
+  if (a.is_copied) {
+    return a.grad_type == Element::fp16 ? body(CopiedMaster(a), in_fp16) : body(CopiedMaster(a), in_fp32);
+  }
+  if (a.lo) return a.grad_type == Element::bf16 ? body(SplitMaster(a), in_bf16) : body(SplitMaster(a), in_fp32);
+  switch (a.grad_type) {
+    case Element::fp16: return body(WholeMaster(a), in_fp16);
+    case Element::bf16: return body(WholeMaster(a), in_bf16);
+    default: return body(WholeMaster(a), in_fp32);
+  }
 }
 
 template <template <class> class Rule, class Scalars>

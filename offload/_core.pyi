@@ -1,7 +1,7 @@
 """The C++ kernels (csrc/bind.cpp) and I/O engines (csrc/bind_io.cpp). Arrays are addresses;
 `offload.native.kernels`, `directions` and `io` check what they point to.
 
-`isa` is the number of an instruction set in csrc/cpu.h.
+`isa` is the number of an instruction set in csrc/cpu.h, `element_type` that of an Element in csrc/kernels.h.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def adamw(
     states: int,
     moments: Sequence[int],
     grad: int,
-    grad_is_bf16: bool,
+    types: int,
     n: int,
     scalars: Sequence[float],
     key: int,
@@ -32,7 +32,7 @@ def correct_adamw(
     states: int,
     moments: Sequence[int],
     grad: int,
-    grad_is_bf16: bool,
+    types: int,
     n: int,
     scalars: Sequence[float],
     key: int,
@@ -48,7 +48,7 @@ def lion(
     states: int,
     moments: Sequence[int],
     grad: int,
-    grad_is_bf16: bool,
+    types: int,
     n: int,
     scalars: Sequence[float],
     key: int,
@@ -64,7 +64,7 @@ def sgd(
     states: int,
     moments: Sequence[int],
     grad: int,
-    grad_is_bf16: bool,
+    types: int,
     n: int,
     scalars: Sequence[float],
     key: int,
@@ -79,7 +79,7 @@ def perturb(
     weights: int,
     plus: int,
     minus: int,
-    is_bf16: bool,
+    element_type: int,
     n: int,
     key: int,
     step: int,
@@ -94,7 +94,7 @@ def perturb(
 def descend(
     master: int,
     lo: int,
-    is_bf16: bool,
+    element_type: int,
     n: int,
     key: int,
     step: int,
@@ -112,28 +112,28 @@ def descend(
 def split(master: int, hi: int, lo: int, n: int, threads: int, isa: int, /) -> None: ...
 def join(hi: int, lo: int, master: int, n: int, threads: int, isa: int, /) -> None: ...
 def round_bf16(x: int, n: int, threads: int, isa: int, /) -> None: ...
-def accumulate(total: int, x: int, x_is_bf16: bool, n: int, threads: int, isa: int, /) -> None: ...
+def accumulate(total: int, x: int, x_type: int, n: int, threads: int, isa: int, /) -> None: ...
 def decode(
     codec: int,
     records: int,
     levels: int,
     numbers: int,
     out: int,
-    is_bf16: bool,
+    out_type: int,
     num_records: int,
     threads: int,
     isa: int,
     /,
 ) -> None: ...
-def encode_int8(weights: int, low: int, is_bf16: bool, n: int, records: int, threads: int, isa: int, /) -> None: ...
+def encode_int8(weights: int, low: int, element_type: int, n: int, records: int, threads: int, isa: int, /) -> None: ...
 def encode_rest(
-    bits: int, values: int, is_bf16: bool, error: int, records: int, num_records: int, threads: int, isa: int, /
+    bits: int, values: int, element_type: int, error: int, records: int, num_records: int, threads: int, isa: int, /
 ) -> None: ...
 def encode_nf4(weights: int, n: int, borders: int, pairs: int, sizes: int, threads: int, isa: int, /) -> None: ...
-def sum_squares(x: int, x_is_bf16: bool, n: int, threads: int, isa: int, /) -> float: ...
-def copy_sum_squares(x: int, out: int, is_bf16: bool, n: int, threads: int, isa: int, /) -> float: ...
+def sum_squares(x: int, x_type: int, n: int, threads: int, isa: int, /) -> float: ...
+def copy_sum_squares(x: int, out: int, element_type: int, n: int, threads: int, isa: int, /) -> float: ...
 def sum_squares_segments(
-    x: int, x_is_bf16: bool, offsets: int, sizes: int, sums: int, num_segments: int, threads: int, isa: int, /
+    x: int, x_type: int, offsets: int, sizes: int, sums: int, num_segments: int, threads: int, isa: int, /
 ) -> None: ...
 def roofline(
     written: Sequence[int],

@@ -15,23 +15,30 @@ if TYPE_CHECKING:
 _dtype_names: dict[Any, str] = {}
 
 FP32 = frozenset({"float32"})
+FP16 = frozenset({"float16"})
 BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: int16 or uint16 holds the bits
 FP32_OR_BF16 = FP32 | BF16
+FP32_OR_FP16 = FP32 | FP16
+FLOATS = FP32_OR_BF16 | FP16
 BITS16 = frozenset({"bits16"})
 UINT8 = frozenset({"uint8"})
 INT32 = frozenset({"int32"})
 _ALLOWED = {
     FP32: "float32",
+    FP16: "float16",
     BF16: "bfloat16, or its bits as int16 or uint16",
     FP32_OR_BF16: "float32 or bfloat16, or the bits of bfloat16 as int16 or uint16",
+    FP32_OR_FP16: "float32 or float16",
+    FLOATS: "float32, float16 or bfloat16, or the bits of bfloat16 as int16 or uint16",
     BITS16: "int16",
     UINT8: "uint8",
     INT32: "int32",
 }
+_ELEMENTS = {"bfloat16": True, "bits16": True, "float16": 2}  # enum Element in csrc/kernels.h; else 0
 
 
-def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tuple[int, int, bool]:
-    """Return (address, number of elements, is_bfloat16) for a CPU array.
+def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tuple[int, int, int]:
+    """Return (address, number of elements, number of the dtype in C++) for a CPU array.
 
     `length` is the required number of elements (-1: any). Raises ConfigError with `name`.
     """
@@ -58,7 +65,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     if length >= 0 and num_elements != length:
         raise _wrong_length(name, num_elements, length)
-    return address, num_elements, dtype_name != "float32"
+    return address, num_elements, _ELEMENTS.get(dtype_name or "", False)
 
 
 def address_of(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> int:
@@ -100,7 +107,7 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
 def tensor(
     name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None, length: int | None = None
 ) -> torch.Tensor:
-    """Return the array as a flat tensor view: float32, bfloat16, int16 (for BITS16), or another allowed dtype.
+    """Return the array as a flat tensor view: a float dtype, int16 (for BITS16), or another allowed dtype.
 
     `like` is a tensor with the required device, and with the required length unless `length` is given. Raises
     ConfigError with `name`.
@@ -183,13 +190,13 @@ def dtype_of(name: str, array: Any) -> str | None:
         import torch
 
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "bits16", torch.uint16: "bits16"}
-        names |= {torch.uint8: "uint8", torch.int32: "int32"}
+        names |= {torch.float16: "float16", torch.uint8: "uint8", torch.int32: "int32"}
         _dtype_names.update(names)
         return _dtype_names.get(array.dtype)
     if hasattr(array, "__array_interface__"):
         import numpy
 
         _dtype_names.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
-        _dtype_names.update({numpy.dtype("u1"): "uint8", numpy.dtype("i4"): "int32"})
+        _dtype_names.update({numpy.dtype("f2"): "float16", numpy.dtype("u1"): "uint8", numpy.dtype("i4"): "int32"})
         return _dtype_names.get(array.dtype)
     raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.native.moments import BLOCK
-from offload.native.run_time_kernels import Launch, Program, RunTimeKernels
+from offload.native.run_time_kernels import ELEMENTS, Launch, Program, RunTimeKernels
 from offload.native.torch_fallback import Arguments, join, split
 
 _RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
@@ -26,6 +26,7 @@ _RULES = {  # function: (file, scalar class, {number of moments: rule class}, ru
     "lion": ("lion", "LionScalars", {1: "LionStep"}, "LionStep"),
     "sgd": ("sgd", "SgdScalars", {0: "SgdStep", 1: "SgdMomentumStep"}, ""),
 }
+_MASTERS = {torch.float32: "WholeMaster", torch.bfloat16: "SplitMaster", torch.float16: "CopiedMaster"}
 _EACH = 8  # elements per thread
 _NUM_SCALARS = 8
 KERNELS = RunTimeKernels(
@@ -40,8 +41,8 @@ class KernelVariant(NamedTuple):
     function: str
     states: str
     num_moments: int
-    is_split: bool
-    has_short_gradients: bool
+    master: torch.dtype
+    gradients: torch.dtype
 
     @property
     def program(self) -> Program:
@@ -50,12 +51,7 @@ class KernelVariant(NamedTuple):
         rule = of_rounded
         if self.states == "fp32":
             rule = rules[self.num_moments]
-        master = "WholeMaster"
-        if self.is_split:
-            master = "SplitMaster"
-        gradient = "float"
-        if self.has_short_gradients:
-            gradient = "uint16_t"
+        master, gradient = _MASTERS[self.master], ELEMENTS[self.gradients]
         arguments = (
             f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
         )
@@ -68,10 +64,10 @@ def update(function: str, states: str, arguments: Arguments, on_host: Callable[.
     """Run `torch_fallback.update` as one kernel launch, with the same result. Returns None if no kernel exists.
     `on_host` runs the same update on host arrays, for the comparison before first use.
     """
-    master, lo, moments, grad, scalars, _ = arguments
+    master, _, moments, grad, scalars, _ = arguments
     if not KERNELS.can_run(master.device) or (function == "correct_adamw" and scalars[0] == scalars[1]):
         return None
-    variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
+    variant = KernelVariant(function, states, len(moments), master.dtype, grad.dtype)
     find_difference = partial(_find_difference, master.device, variant, len(scalars), on_host)
     launch = KERNELS.find(master.device, variant.program, find_difference)
     if launch is None:
@@ -113,8 +109,7 @@ def _find_difference(
     random_values.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2
     weight, m, v, grad = (each.clone() for each in random_values.split(n))
     v.abs_()
-    if variant.has_short_gradients:
-        grad = grad.bfloat16()
+    grad = grad.to(variant.gradients)
 
     def stored(exact: Tensor) -> tuple[Tensor, ...]:
         if variant.states == "int8":
@@ -124,23 +119,25 @@ def _find_difference(
         return (exact,)
 
     master: tuple[Tensor, ...] = (weight,)
-    if variant.is_split:
-        master = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
+    is_split = variant.master != torch.float32
+    if is_split:
+        low = {torch.bfloat16: torch.int16, torch.float16: torch.float32}[variant.master]
+        master = torch.empty(n, dtype=variant.master, device="cpu"), torch.empty(n, dtype=low, device="cpu")
         split(weight, *master)
     host_arrays = [master, *map(stored, (m, v)[: variant.num_moments])]
     device_arrays = [tuple(part.to(device, copy=True) for part in each) for each in host_arrays]
     scalars = (0.75, 0.5, 0.1, 0.9, 0.3, 0.25, 1e-3, -1e-2)[:num_scalars]
     rounding_key = (2**63 + 12345, 7, 5 * BLOCK)
-    (whole, *low), *moments = device_arrays
+    (whole, *lows), *moments = device_arrays
     of_device = [as_argument(each) for each in moments]
-    arguments = Arguments(whole, next(iter(low), None), of_device, grad.to(device), scalars, rounding_key)
+    arguments = Arguments(whole, next(iter(lows), None), of_device, grad.to(device), scalars, rounding_key)
     num_nonfinite = _launch(launch, arguments)
     host_moments = {str(index): as_argument(each) for index, each in enumerate(host_arrays[1:])}
     expected = on_host(
         variant.function, as_argument(host_arrays[0]), host_moments, grad, scalars, None, None, rounding_key
     )
     results = [tuple(part.cpu() for part in each) for each in device_arrays]
-    if variant.is_split:
+    if is_split:
         results[0], host_arrays[0] = ((join(*each),) for each in (results[0], host_arrays[0]))
     parts = ((a, b) for f, h in zip(results, host_arrays, strict=True) for a, b in zip(f, h, strict=True))
     is_equal = all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)  # NaN equals NaN here

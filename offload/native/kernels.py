@@ -20,8 +20,11 @@ from offload.errors import ConfigError, nearest
 from offload.native.arrays import (
     BF16,
     BITS16,
+    FLOATS,
+    FP16,
     FP32,
     FP32_OR_BF16,
+    FP32_OR_FP16,
     INT32,
     UINT8,
     address_of,
@@ -109,7 +112,8 @@ def stored(states: Mapping[str, torch.Tensor], name: str) -> Any:
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
+    """Return the master weights in kernel form: fp32; (high, low) as from `split`; or bf16 for a rule
+    without a low half."""
     if "low" in states:
         return (states["weights"], states["low"])
     return states["weights"]
@@ -140,13 +144,13 @@ def adamw(
     bfloat16 or 8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have the
     same number of elements.
 
-    master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
+    master: float32, or a split master (hi, lo), see `split`.
     exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). The weight update
     uses the new moments before their rounding. bfloat16 moments are rounded stochastically, by a function of `key`,
     `step` and element number; `element`, a multiple of 128, numbers the first element. 8-bit moments are rounded to the
     nearest number in the dynamic map (a tie goes away from 0), times the block scale, the largest magnitude in the
     block. The scale is 0 for a block without normal numbers, and NaN for a block with a non-finite moment.
-    grad: float32 or bfloat16, not modified.
+    grad: float32, or the dtype of hi, not modified. Beside a float32 master also bfloat16 or float16.
     step: number of this step, from 1.
 
     On other devices the result is a 0-dim int64 tensor there, so no host wait is needed.
@@ -309,23 +313,38 @@ def draw(
 
 
 def split(
-    master: A, out: tuple[A, A] | None = None, *, threads: int | None = None, isa: str | None = None
+    master: A,
+    out: tuple[A, A] | None = None,
+    *,
+    high: str = "bfloat16",
+    threads: int | None = None,
+    isa: str | None = None,
 ) -> tuple[A, A]:
     """Split float32 into (hi: bfloat16, lo: int16), new or `out`. A bijection: `join` restores every bit.
 
     hi = (bits + 0x8000) >> 16 and lo = bits - (hi << 16): hi is the weight rounded to nearest, ties away from zero.
     Ties to even would not be reversible, because 16 bits cannot distinguish +0x8000 from -0x8000. A NaN may appear as
-    zero in hi.
+    zero in hi. With `high` float16, hi is rounded to nearest, ties to even, and lo keeps the float32: 32 bits would not
+    be enough for both.
     """
     if out is None:
-        out = empty_like(master, "bfloat16"), empty_like(master, "int16")
+        out = empty_like(master, high), empty_like(master, _LOWS[high])
     hi, lo = out
+    if dtype_of("hi", hi) in FP16:
+        hi[...] = master
+        lo[...] = master
+        return out
     _call("split", [("master", master, FP32), ("hi", hi, BF16), ("lo", lo, BITS16)], threads, isa)
     return out
 
 
 def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Return the float32 master, new or `out`, from hi (bfloat16) and lo (int16)."""
+    """Return the float32 master, new or `out`, from hi and lo, see `split`. Beside float16 it is lo itself."""
+    if dtype_of("hi", hi) in FP16:
+        if out is None:
+            return lo
+        out[...] = lo
+        return out
     if out is None:
         out = empty_like(hi, "float32")
     _call("join", [("hi", hi, BF16), ("lo", lo, BITS16), ("out", out, FP32)], threads, isa)
@@ -333,23 +352,22 @@ def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa:
 
 
 def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> float:
-    """Return the sum of squares for a float32 or bfloat16 array, in float64. The order depends only on the length.
+    """Return the sum of squares for an array in any float dtype, in float64. The order depends only on the length.
 
     inf and NaN propagate. Waits for the device if `x` is on one.
     """
-    return float(_call("sum_squares", [("x", x, FP32_OR_BF16)], threads, isa))
+    return float(_call("sum_squares", [("x", x, FLOATS)], threads, isa))
 
 
 def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
-    """Copy `source` (float32 or bfloat16) to `out` and return `sum_squares(source)` to the bit, with a single read.
+    """Copy `source`, in any float dtype, to `out` and return `sum_squares(source)` to the bit, with a single read.
 
     `out` has the same dtype and length; the copy preserves all bits, also in a NaN. Small arrays take a few
     microseconds and wake no thread. Waits for the device if the arrays are on one.
     """
-    alike = BF16  # a copy without conversion
-    if dtype_of("source", source) == "float32":
-        alike = FP32
-    return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))
+    # A copy without conversion.
+    alike = next(each for each in (FP32, FP16, BF16) if each is BF16 or dtype_of("source", source) in each)
+    return float(_call("copy_sum_squares", [("source", source, FLOATS), ("out", out, alike)], threads, isa))
 
 
 def sum_squares_segments(
@@ -373,17 +391,17 @@ def sum_squares_segments(
     if _core is None or not on_cpu(x):
         from offload.native import torch_fallback
 
-        flattened = tensor("x", x, FP32_OR_BF16)
+        flattened = tensor("x", x, FLOATS)
         _check_segments(starts, lengths, flattened.numel())
         sums = torch_fallback.sum_squares_segments(flattened, starts.tolist(), lengths.tolist())
         if is_tensor:
             return sums
         return sums.numpy()
-    address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
+    address, n, element = flat("x", x, FLOATS)
     _check_segments(starts, lengths, n)
     result = numpy.empty(starts.size, dtype=numpy.float64)
     segments = (starts.ctypes.data, lengths.ctypes.data, result.ctypes.data, starts.size)
-    _core.sum_squares_segments(address, is_bf16, *segments, *_execution(threads, isa))
+    _core.sum_squares_segments(address, element, *segments, *_execution(threads, isa))
     if not is_tensor:
         return result
     import torch
@@ -398,8 +416,8 @@ def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> 
 
 
 def accumulate(total: A, x: A, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Add x (float32 or bfloat16) to `total` (float32) in place. Returns `total`."""
-    _call("accumulate", [("total", total, FP32), ("x", x, FP32_OR_BF16)], threads, isa)
+    """Add x (float32, bfloat16 or float16) to `total` (float32) in place. Returns `total`."""
+    _call("accumulate", [("total", total, FP32), ("x", x, FLOATS)], threads, isa)
     return total
 
 
@@ -439,12 +457,17 @@ def _update(
 
     `rounding_key`: key, step and element for stochastic rounding.
     """
-    # A master is one array or two halves, with other dtypes and another name in errors.
+    # A master is one array or two, with other dtypes and another name in errors.
     weights, lo = master, None
     name, dtypes = "master", FP32
+    low_dtypes, grad_dtypes = BITS16, FLOATS
     if isinstance(master, tuple):
         weights, lo = master
         name, dtypes = "hi", BF16
+        grad_dtypes = FP32_OR_BF16
+        if dtype_of(name, weights) in FP16:
+            dtypes, low_dtypes = FP16, FP32
+            grad_dtypes = FP32_OR_FP16
     key, step, element = rounding_key
     if not (0 <= key < 2**64 and 0 <= step < 2**32 and element >= 0 and element % BLOCK == 0):
         raise ConfigError(
@@ -470,7 +493,7 @@ def _update(
         first = tensor(name, weights, dtypes)
         low = None
         if lo is not None:
-            low = tensor("lo", lo, BITS16, first)
+            low = tensor("lo", lo, low_dtypes, first)
         blocks = -(-first.numel() // BLOCK)
         checked: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
         for name, moment in moments.items():
@@ -479,7 +502,7 @@ def _update(
                 checked.append((codes, tensor(f"{name} scale", moment[1], FP32, first, blocks)))
             else:
                 checked.append(tensor(name, moment, _MOMENTS[states], first))
-        gradient = tensor("grad", grad, FP32_OR_BF16, first)
+        gradient = tensor("grad", grad, grad_dtypes, first)
         arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
         count = None
         if not on_cpu(weights):
@@ -491,7 +514,7 @@ def _update(
         return count  # a tensor: a number would make the host wait for the device
     # Every array is checked before the call, so an invalid one changes nothing.
     address, n, _ = flat(name, weights, dtypes)
-    low_address = address_of("lo", lo, BITS16, n)
+    low_address = address_of("lo", lo, low_dtypes, n)
     addresses = []
     for name, moment in moments.items():
         if isinstance(moment, tuple):
@@ -499,15 +522,19 @@ def _update(
             addresses.append(address_of(f"{name} scale", moment[1], FP32, -(-n // BLOCK)))
         else:
             addresses.append(address_of(name, moment, _MOMENTS[states], n))
-    grad_address, _, is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
+    grad_address, _, types = flat("grad", grad, grad_dtypes, n)
     execution = _execution(threads, isa)
-    arrays = address, low_address, _STATES[states], addresses, grad_address, is_bf16, n
+    if dtypes is FP16:
+        types += _COPIED
+    arrays = address, low_address, _STATES[states], addresses, grad_address, types, n
     return int(getattr(_core, function)(*arrays, scalars, key, step, element, *execution))
 
 
 BLOCK = 128
 """Weights per scale in 8-bit moments."""
 _STATES = {"fp32": 0, "bf16": 1, "int8": 2}  # enum States in csrc/kernels.h
+_LOWS = {"bfloat16": "int16", "float16": "float32"}
+_COPIED = 4  # kCopied in csrc/bind.cpp
 _MOMENTS = {"fp32": FP32, "bf16": BF16}
 
 
@@ -516,7 +543,7 @@ def _call(
 ) -> Any:
     """Check arrays (name, array, allowed dtypes) with a common length, and run `function` on their device.
 
-    The C++ function takes addresses, bfloat16 flags for arrays with two allowed dtypes, and the length. The function in
+    The C++ function takes addresses, dtype numbers for arrays with any float dtype, and the length. The function in
     `torch_fallback` takes tensors.
     """
     if _core is None or not on_cpu(arrays[0][1]):
@@ -527,14 +554,14 @@ def _call(
         return getattr(torch_fallback, function)(first, *rest)
     # All checks come before the call, as in `_update`.
     addresses = []
-    flags = []
+    elements = []
     n = -1  # the first array may have any length
     for name, array, dtypes in arrays:
-        address, n, is_bf16 = flat(name, array, dtypes, n)
+        address, n, element = flat(name, array, dtypes, n)
         addresses.append(address)
-        if dtypes is FP32_OR_BF16:
-            flags.append(is_bf16)
-    return getattr(_core, function)(*addresses, *flags, n, *_execution(threads, isa))
+        if dtypes is FLOATS:
+            elements.append(element)
+    return getattr(_core, function)(*addresses, *elements, n, *_execution(threads, isa))
 
 
 def _least_v_per_m2(step: int, beta1: float, beta2: float) -> float:

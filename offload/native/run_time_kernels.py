@@ -13,6 +13,8 @@ from offload.accelerators import open_accelerator
 from offload.errors import warn
 from offload.native.core import core
 
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "offload::Half"}
+"""C++ types by dtype."""
 THREADS = 256
 """Threads per block."""
 Launch = Callable[[int, Sequence[Any]], None]

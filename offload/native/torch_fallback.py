@@ -28,7 +28,7 @@ _Rule = Callable[..., None]
 class Arguments(NamedTuple):
     """Checked arguments of an update, on one device.
 
-    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: see
+    master: float32 [n], or with `lo` the high part of a split master, see `offload.native.kernels.split`. moments: see
     `offload.native.kernels.adamw`. rounding_key: key, step and element for stochastic rounding.
     """
 
@@ -216,15 +216,25 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
-    """Split float32 [n] into bfloat16 [n] and int16 [n]: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16)."""
+    """Split float32 [n] into bfloat16 [n] and int16 [n]: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16).
+
+    Or into float16 [n] and the float32 [n] itself.
+    """
+    if hi.dtype == torch.float16:
+        hi.copy_(master)
+        lo.copy_(master)
+        return
     bits = master.view(torch.int32)
     hi.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))  # the sum may wrap around, as in C++
     lo.copy_(bits)  # the conversion keeps the low 16 bits
 
 
 def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return float32 [n], new or `out`, from the halves hi (bfloat16 [n]) and lo (int16 [n])."""
-    joined = hi.view(torch.int16).int().bitwise_left_shift_(16).add_(lo).view(torch.float32)
+    """Return float32 [n], new or `out`, from hi and lo of `split`."""
+    if hi.dtype == torch.float16:
+        joined = lo
+    else:
+        joined = hi.view(torch.int16).int().bitwise_left_shift_(16).add_(lo).view(torch.float32)
     if out is None:
         return joined
     return out.copy_(joined)
@@ -238,7 +248,7 @@ def widened(master: Tensor, lo: Tensor | None, part: slice) -> Tensor:
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return the sum of squares for float32 or bfloat16 [n], 0-dim float64 on the same device.
+    """Return the sum of squares for float32, bfloat16 or float16 [n], 0-dim float64 on the same device.
 
     On the CPU in the order of csrc/reduce_kernel.inl, elsewhere in a torch order fixed by the length.
     """
@@ -266,7 +276,7 @@ def sum_squares(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_sum_squares(source: Tensor, out: Tensor) -> Tensor:
-    """Copy float32 or bfloat16 [n] to `out`, with the same dtype, and return the `sum_squares`."""
+    """Copy float32, bfloat16 or float16 [n] to `out`, with the same dtype, and return the `sum_squares`."""
     out.copy_(source)
     return sum_squares(source)
 
@@ -285,5 +295,5 @@ def round_bf16(x: Tensor) -> None:
 
 @torch.no_grad()
 def accumulate(total: Tensor, x: Tensor) -> None:
-    """Add float32 or bfloat16 [n] to float32 [n]."""
+    """Add float32, bfloat16 or float16 [n] to float32 [n]."""
     total.add_(x)

@@ -51,10 +51,16 @@ def stored(exact: Tensor, states: str, is_signed: bool) -> tuple[Tensor, ...]:
     return moments[0 if is_signed else 1]
 
 
-def run(rule: str, states: str, s: Any, is_split: bool, grad: Tensor, scale: float, device: str) -> list[Tensor]:
+def run(
+    rule: str, states: str, s: Any, high: torch.dtype | None, grad: Tensor, scale: float, device: str
+) -> list[Tensor]:
     """Return all planes after two updates, with joined weights, and the counts."""
     function, num_moments, _, settings = RULES[rule]
-    master = kernels.split(s.p) if is_split else (s.p,)
+    master: tuple[Tensor, ...] = (s.p,)
+    if high == torch.bfloat16:
+        master = kernels.split(s.p)
+    elif high is not None:
+        master = s.p.half(), s.p
     given = [master, stored(s.m, states, True), stored(s.v, states, False)][: 1 + num_moments]
     there = [tuple(part.to(device, copy=True) for part in each) for each in given]
     arrays = [each if len(each) == 2 else each[0] for each in there] + [None] * (function == "sgd" and not num_moments)
@@ -64,7 +70,9 @@ def run(rule: str, states: str, s: Any, is_split: bool, grad: Tensor, scale: flo
         count = getattr(kernels, function)(*arrays, grad.to(device), grad_scale=scale, **settings | more)
         counts.append(torch.tensor(int(count)))
     found = [part.cpu() for each in there for part in each]
-    return [*([kernels.join(*found[:2]), *found[2:]] if is_split else found), *counts]
+    if high == torch.bfloat16:
+        found[:2] = [kernels.join(*found[:2])]
+    return [*found, *counts]
 
 
 @pytest.mark.parametrize("make", [ordinary, wild])
@@ -75,18 +83,18 @@ def test_bits_are_the_hosts_and_those_of_torchs_operations(
     for n in (1, 15, 129, 5_003):
         s = make(n)
         s.g[n // 2], s.p[n // 3] = float("nan"), float("-inf")
-        for is_split in (False, True):
-            for grad, scale in ((s.g, 1.0), (s.g.bfloat16(), 0.37)):
-                given = rule, states, s, is_split, grad, scale
+        for high in (None, torch.bfloat16, torch.float16):
+            for grad, scale in ((s.g, 1.0), (s.g.to(high or torch.bfloat16), 0.37)):
+                given = rule, states, s, high, grad, scale
                 found, on_host = run(*given, "sim"), run(*given, "cpu")
                 with monkeypatch.context() as patch:
                     patch.setattr(device_update, "update", lambda *arguments: None)
                     in_operations = run(*given, "sim")
                 for a, b, c in zip(found, on_host, in_operations, strict=True):
                     assert a.dtype == b.dtype
-                    a, b, c = (x.float() if x.dtype == torch.bfloat16 else x for x in (a, b, c))
-                    assert same_bits(a, b), (n, is_split, scale)
-                    assert same_bits(a, c), (n, is_split, scale)
+                    a, b, c = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (a, b, c))
+                    assert same_bits(a, b), (n, high, scale)
+                    assert same_bits(a, c), (n, high, scale)
 
 
 def launches(sim: Control, *given: Any) -> int:
@@ -101,7 +109,7 @@ def test_an_update_is_one_launch_and_a_count_of_zero(
     sim: Control, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = ordinary(5_000)
-    given = "adamw", states, s, True, s.g.bfloat16(), 0.5
+    given = "adamw", states, s, torch.bfloat16, s.g.bfloat16(), 0.5
     assert launches(sim, *given) == 2
     monkeypatch.setattr(device_update, "update", lambda *arguments: None)
     assert launches(sim, *given) >= 25

@@ -132,16 +132,21 @@ Outcome all_kernels(int64_t n, Execution how) {
   auto p = values<float>(n, 1), m = values<float>(n, 2), v = values<float>(n, 3), g = values<float>(n, 4);
   for (auto& x : v) x *= x;
   const auto half = values<uint16_t>(n, 5);
+  std::vector<Half> in_fp16(static_cast<size_t>(n)), grads_in_fp16;
+  for (const uint16_t bits : half) grads_in_fp16.push_back({bits});
+  grads_in_fp16.shrink_to_fit();
   std::vector<uint16_t> hi(static_cast<size_t>(n));
   std::vector<int16_t> lo(static_cast<size_t>(n));
   const AdamwScalars scalars{0.5f, 0.99f, 0.1f, 0.999f, 0.001f, 0.3f, 1e-8f, -1e-3f};
 
   const Moments whole{States::fp32, {m.data(), v.data()}, {}, {}, 0};
   const auto with_all = [&](const Moments& moments, const auto& step) {
-    step({p.data(), nullptr, moments, g.data(), false, n});
-    step({p.data(), nullptr, moments, half.data(), true, n});
-    step({hi.data(), lo.data(), moments, g.data(), false, n});
-    step({hi.data(), lo.data(), moments, half.data(), true, n});
+    step({p.data(), nullptr, false, moments, g.data(), Element::fp32, n});
+    step({p.data(), nullptr, false, moments, half.data(), Element::bf16, n});
+    step({hi.data(), lo.data(), false, moments, g.data(), Element::fp32, n});
+    step({hi.data(), lo.data(), false, moments, half.data(), Element::bf16, n});
+    step({in_fp16.data(), p.data(), true, moments, g.data(), Element::fp32, n});
+    step({in_fp16.data(), p.data(), true, moments, grads_in_fp16.data(), Element::fp16, n});
   };
   split(p.data(), hi.data(), lo.data(), n, how);
   const auto adamw_step = [&](const UpdateArrays& arrays) { adamw(arrays, scalars, how); };
@@ -183,12 +188,14 @@ Outcome all_kernels(int64_t n, Execution how) {
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);
+  accumulate(g.data(), grads_in_fp16.data(), n, how);
   round_bf16(g.data(), n, how);
 
   const std::vector<int64_t> offsets{0, n / 3, n}, sizes{n, n / 2, 0};
-  std::vector<double> sums(6);
+  std::vector<double> sums(9);
   sum_squares(p.data(), offsets.data(), sizes.data(), sums.data(), 3, how);
   sum_squares(half.data(), offsets.data(), sizes.data(), sums.data() + 3, 3, how);
+  sum_squares(grads_in_fp16.data(), offsets.data(), sizes.data(), sums.data() + 6, 3, how);
 
   Outcome outcome{p, hi, lo, sums};
   for (const auto* x : {&m, &v, &g, &plus, &minus}) outcome.floats.insert(outcome.floats.end(), x->begin(), x->end());
@@ -196,6 +203,7 @@ Outcome all_kernels(int64_t n, Execution how) {
   outcome.floats.insert(outcome.floats.end(), v_scales.begin(), v_scales.end());
   for (const auto* x : {&small_m, &small_v, &short_plus, &short_minus}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
   for (const auto* x : {&m_codes, &v_codes}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
+  for (const Half copy : in_fp16) outcome.hi.push_back(copy.bits);
   for (const uint32_t word : drawn) outcome.sums.push_back(word);
 
   for (int variant = 0; variant < kNumRooflineVariants; ++variant) {

@@ -82,7 +82,7 @@ def native_step(state: State, **settings: object) -> State:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors with one dtype are equal in every bit. Any NaN equals any NaN."""
     assert a.dtype == b.dtype
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}.get(a.dtype, a.dtype)
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}.get(a.dtype, a.dtype)
     return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 

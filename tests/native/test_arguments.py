@@ -67,7 +67,7 @@ def test_arrays(name, wrong, message):
         ("correct_adamw", "grad_scale", INF, "grad_scale is inf; it must be finite"),
         ("correct_adamw", "grad_scale", 1e39, "grad_scale is inf; it must be finite"),
         ("correct_adamw", "master", (torch.ones(8).bfloat16(), torch.ones(8)), "lo has dtype float32"),
-        ("correct_adamw", "grad", torch.ones(8, dtype=torch.float16), "grad has dtype float16"),
+        ("correct_adamw", "grad", torch.ones(8, dtype=torch.float64), "grad has dtype float64"),
         ("lion", "exp_avg", torch.ones(9), r"exp_avg\b.*9 elements"),
         ("lion", "grad", torch.ones(8, dtype=torch.float64), r"grad\b.*float64"),
         ("lion", "betas", (0.9, 1.0), r"betas\[1\] is 1\.0"),

@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 from offload.native import kernels
 from tests.native.states import ISAS
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK = 1 << 14  # summation block
 FEW = 1 << 17  # threads share work from this size on
 STREAM_BYTES = 1 << 20  # stores bypass the caches from this size on
@@ -125,7 +125,7 @@ def test_numpy_and_shapes():
         (torch.ones(8), torch.zeros(9), "^out has 9 elements, the first array of this call has 8"),
         (torch.ones(8), torch.zeros(8, dtype=torch.bfloat16), "^out has dtype bfloat16; it must be float32"),
         (torch.ones(8).bfloat16(), torch.zeros(8), "^out has dtype float32; it must be bfloat16"),
-        (torch.ones(8).half(), torch.zeros(8).half(), "^source has dtype float16"),
+        (torch.ones(8).double(), torch.zeros(8).double(), "^source has dtype float64"),
         (torch.ones(1), [0.0], "^out is a list"),
         (torch.ones(8), torch.zeros(8, device="meta"), "^out is on meta"),
     ],

@@ -64,9 +64,9 @@ def assembled(program: Program, architecture: str) -> tuple[str, str]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("function", "states", "num_moments"), PER_ELEMENT)
 def test_every_operation_is_rounded_by_itself(function: str, states: str, num_moments: int, architecture: str) -> None:
-    for is_split in (False, True):
-        for is_short in (False, True):
-            variant = KernelVariant(function, states, num_moments, is_split, is_short)
+    for master in (torch.float32, torch.bfloat16, torch.float16):
+        for gradients in {torch.float32, master if master != torch.float32 else torch.bfloat16}:
+            variant = KernelVariant(function, states, num_moments, master, gradients)
             ptx, lowered = assembled(variant.program, architecture)
             assert f".entry {lowered}(" in ptx
             found = Counter(re.findall(r"\b(mul|fma|div|add|sub|sqrt)\.rn\.f32", ptx))

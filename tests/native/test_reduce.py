@@ -19,9 +19,10 @@ def test_close_to_the_exact_sum(dtype, n):
     assert kernels.sum_squares(x) == pytest.approx(exact, rel=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_isas_threads_addresses_and_the_fallback_give_the_same_bits(dtype, monkeypatch):
-    storage = (torch.randn(300_000) * torch.logspace(-10, 10, 300_000)).to(dtype)
+    most = 3 if dtype == torch.float16 else 10  # above, fp16 is infinite
+    storage = (torch.randn(300_000) * torch.logspace(-10, most, 300_000)).to(dtype)
     lengths, found = [*range(70), 16_385, 70_001, 299_000], {}
     for n in lengths:
         x = storage[:n].clone()
@@ -35,7 +36,7 @@ def test_isas_threads_addresses_and_the_fallback_give_the_same_bits(dtype, monke
     assert found == {n: kernels.sum_squares(storage[:n]) for n in lengths}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_segments_equal_their_slices(dtype, isa, monkeypatch):
     x = torch.randn(200_003).to(dtype)
     offsets = [0, 5, 5, 100, 20_000, 199_999, 200_003, 0]
@@ -59,6 +60,7 @@ def test_nonfinite_values_come_through(isa, where):
     x[where] = float("nan")
     assert math.isnan(kernels.sum_squares(x, isa=isa))
     assert math.isnan(kernels.sum_squares(x.bfloat16(), isa=isa))
+    assert math.isnan(kernels.sum_squares(x.half(), isa=isa))
 
 
 def test_the_largest_floats_do_not_overflow():

@@ -72,6 +72,29 @@ def test_isas_threads_pieces_masters_and_the_fallback_give_the_same_bits(make, r
     check_masters_and_gradients()
 
 
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_master_with_a_float16_copy_has_the_bits_of_one_alone(make, rule, isa):
+    s = make(N)
+    s.g = (1e3 * s.g).half().float()
+    kernel, names, own = RULES[rule]
+    count, (master, *moments) = step(rule, s, grad_scale=0.7, isa=isa)
+    assert all(
+        same_bits(x, y)
+        for x, y in zip(
+            step(rule, State(s.p, s.m, s.v, s.g.half()), grad_scale=0.7)[1], (master, *moments), strict=True
+        )
+    )
+    for g in (s.g, s.g.half()):
+        pair = torch.zeros(N, dtype=torch.float16), s.p.clone()
+        states = [getattr(s, name).clone() for name in names]
+        found = getattr(kernels, kernel)(pair, *(states or [None]), g, **own | {"grad_scale": 0.7}, isa=isa)
+        assert int(found) == count
+        assert all(same_bits(x, y) for x, y in zip((pair[1], *states), (master, *moments), strict=True))
+        assert same_bits(pair[0], master.half())
+        assert kernels.join(*pair) is pair[1]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd with momentum", "corrected adamw"])

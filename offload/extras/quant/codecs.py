@@ -53,7 +53,7 @@ class IntegerCodec(GradientCodec):
         return min(numel, codecs.PIECE_NUMEL) // self.block * self.record_bytes
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
-        if kernels.have_kernels(out):
+        if kernels.can_decode(out):
             kernels.decode(self.name, records, out)
             return
         if device_kernels.decode(self, records, out, workspace):
@@ -172,7 +172,7 @@ class Nf4Codec(QuantizedCodec):
         return _nf4_tables()
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
-        if kernels.have_kernels(out):
+        if kernels.can_decode(out):
             kernels.decode(self.name, records, out, nf4_levels(), dynamic_map())
             return
         if device_kernels.decode(self, records, out, workspace):

@@ -1,5 +1,5 @@
 """Decoding on a GPU in few kernel launches, compiled at run time (`csrc/device_codes.inl`): int8, int4 and nf4 to
-float32 or bfloat16. Other codecs and dtypes, and devices without run-time compilation, decode by torch operations.
+float32, bfloat16 or float16. Other codecs, and devices without run-time compilation, decode by torch operations.
 Before first use a kernel must reproduce the host's bits on records with all codes.
 """
 
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from offload.layout.codecs import QuantizedCodec
-from offload.native.run_time_kernels import Launch, Program, RunTimeKernels
+from offload.native.run_time_kernels import ELEMENTS, Launch, Program, RunTimeKernels
 
 _NAMES = {
     "int8": "decode_whole_on_device<8, {}>",
     "int4": "decode_whole_on_device<4, {}>",
     "nf4": "decode_nf4_on_device<{}>",
 }
-_ELEMENTS = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 _EACH = 8  # weights per thread
 KERNELS = RunTimeKernels(
     "Quantized weights on {device} are decoded by torch operations (several launches for every million), because their "
@@ -31,7 +30,7 @@ def decode(codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tenso
     """Run `codec.decode` by kernels, with the same arguments. Returns False if no kernel exists."""
     if out.is_cpu or not KERNELS.can_run(out.device):
         return False
-    if codec.name not in _NAMES or out.dtype not in _ELEMENTS or not out.numel():
+    if codec.name not in _NAMES or out.dtype not in ELEMENTS or not out.numel():
         return False
     # Scales are read as floats, and weights are written 16 bytes at a time.
     if records.data_ptr() % 4 or out.data_ptr() % 16:
@@ -75,7 +74,7 @@ def _launch(launch: Launch, codec: QuantizedCodec, records: Tensor, out: Tensor,
 
 def program(codec: str, dtype: torch.dtype) -> Program:
     """Return the program that decodes records of a codec to `dtype`."""
-    return Program.of('#include "device_codes.inl"\n', _NAMES[codec].format(_ELEMENTS[dtype]))
+    return Program.of('#include "device_codes.inl"\n', _NAMES[codec].format(ELEMENTS[dtype]))
 
 
 def _find_difference(codec: QuantizedCodec, device: torch.device, dtype: torch.dtype, launch: Launch) -> str:

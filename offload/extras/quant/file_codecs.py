@@ -273,7 +273,7 @@ class Mxfp4Codec(FileCodec):
         for stored_record, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
             record.copy_(stored_record)  # a copy: the weights may overwrite the record, and in another order
             exponents, codes = (part.view(self.columns, -1) for part in record[: sum(self.fields)].split(self.fields))
-            if torch.float16 not in self.rounds and kernels.have_kernels(out):  # bf16 has all numbers: nothing rounds
+            if torch.float16 not in self.rounds and kernels.can_decode(out):  # bf16 has all numbers: nothing rounds
                 kernels.decode_mxfp4(exponents, codes, weights.view(self.rows, self.columns))
                 continue
             for begin in range(0, self.columns, self._at_once):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, UINT8, address_of, flat
+from offload.native.arrays import BF16, BITS16, FLOATS, FP32, FP32_OR_BF16, UINT8, address_of, flat
 from offload.native.core import core as _core
 from offload.native.kernels import _execution
+from offload.native.run_time_kernels import ELEMENTS
 
 _CODECS = {"int8": (8, 128, 132), "int4": (4, 128, 68), "nf4": (0, 1 << 14, 8456)}
 """Codec number for `_core.decode`, weights per record, bytes per record."""
@@ -21,7 +22,12 @@ _CODECS = {"int8": (8, 128, 132), "int4": (4, 128, 68), "nf4": (0, 1 << 14, 8456
 
 def have_kernels(weights: Tensor) -> bool:
     """Return True if kernels exist for `weights`: float32 or bfloat16 on the CPU."""
-    return _core is not None and weights.is_cpu and weights.dtype in (torch.float32, torch.bfloat16)
+    return can_decode(weights) and weights.dtype != torch.float16
+
+
+def can_decode(out: Tensor) -> bool:
+    """Return True if kernels can decode to `out`: float32, bfloat16 or float16 on the CPU."""
+    return _core is not None and out.is_cpu and out.dtype in ELEMENTS
 
 
 def decode(
@@ -34,8 +40,8 @@ def decode(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Decode records (uint8 [n], "int8", "int4" or "nf4") to `out` (float32 or bfloat16, rounded to nearest, ties to
-    even).
+    """Decode records (uint8 [n], "int8", "int4" or "nf4") to `out` (float32, bfloat16 or float16, rounded to nearest,
+    ties to even).
 
     nf4 needs the tables `levels`, float32 [16], and `numbers`, float32 [256]. Records may lie at the end of `out`: one
     thread then decodes in order.
@@ -43,7 +49,7 @@ def decode(
     assert _core is not None
     number, block, width = _CODECS[codec]
     source, num_bytes, _ = flat("records", records, UINT8)
-    target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
+    target, numel, element = flat("out", out, FLOATS)
     num_records, rest = divmod(num_bytes, width)
     # C++ trusts the numbers: a wrong length would write beyond `out`.
     if rest or num_records * block != numel:
@@ -54,23 +60,23 @@ def decode(
     if target < source + num_bytes and source < target + out.nbytes:
         threads = 1  # a second thread would write over records still unread by the first
     tables = [address_of("tables", table, FP32) for table in (levels, numbers)]
-    _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
+    _core.decode(number, source, *tables, target, element, num_records, *_execution(threads, isa))
 
 
 def decode_mxfp4(
     exponents: Tensor, codes: Tensor, out: Tensor, *, threads: int | None = None, isa: str | None = None
 ) -> None:
-    """Decode a matrix of mxfp4, stored column by column, to `out`, float32 or bfloat16 [rows, columns].
+    """Decode a matrix of mxfp4, stored column by column, to `out`, a float dtype [rows, columns].
 
     `exponents`: uint8 [columns, rows / 32], with 127 added. `codes`: uint8 [columns, rows / 2], the first code of a
     byte in the lower half. `out` must not overlap them. All numbers are exact, also in bfloat16.
     """
     assert _core is not None
     rows, columns = out.shape
-    target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
+    target, numel, element = flat("out", out, FLOATS)
     from_exponents = address_of("exponents", exponents, UINT8, numel // 32)
     from_codes = address_of("codes", codes, UINT8, numel // 2)
-    _core.decode_mxfp4(from_exponents, from_codes, rows, columns, target, is_bf16, *_execution(threads, isa))
+    _core.decode_mxfp4(from_exponents, from_codes, rows, columns, target, element, *_execution(threads, isa))
 
 
 def encode_int8(
@@ -82,11 +88,13 @@ def encode_int8(
     isa: str | None = None,
 ) -> Tensor:
     """Return the int8 records of `weights`, uint8 [n], new or `out`. Weights are float32, bfloat16, or with `low`
-    (int16) the upper half of a float32 master.
+    (int16, or float32 beside float16) a split master.
     """
     assert _core is not None
     _, block, width = _CODECS["int8"]
     dtypes = FP32_OR_BF16
+    if weights.dtype == torch.float16 and low is not None:  # the whole master
+        weights, low = low, None
     if low is not None:  # the weights are the high half
         dtypes = BF16
     address, numel, is_bf16 = flat("weights", weights, dtypes)
