@@ -109,13 +109,13 @@ class AcceleratorDevice:
         as_bytes(block).zero_()
 
     def park(self) -> None:
-        self.blocks.take()
+        self.blocks.empty()
         self._unbound()  # others may take all of the memory
         self._accelerator.empty_cache()
 
     def resume(self) -> None:
         self._unbound = self._bind()
-        self.blocks.give_back()
+        self.blocks.refill()
         self.wait()  # until cleared: the users run in other streams
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

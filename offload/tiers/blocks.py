@@ -1,4 +1,4 @@
-"""Device memory in blocks, which a park takes away from under their tensors, and gives back."""
+"""Device memory in blocks, which a park empties under their tensors, and a resume fills again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Blocks:
         self._ledger = ledger
         self._resize = resize
         self._blocks = set[ref[torch.UntypedStorage]]()
-        self._taken: list[tuple[torch.UntypedStorage, int]] = []
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
         """Blocks without memory, with their bytes."""
         self._entries: dict[str, int] = {}
         """Bytes by name in the ledger, from before the memory was taken."""
@@ -49,19 +49,19 @@ class Blocks:
         """Return all blocks."""
         return [block for block in [reference() for reference in list(self._blocks)] if block is not None]
 
-    def take(self) -> None:
-        """Take the memory of all blocks away, also after a `give_back` that failed."""
-        if not self._taken:
-            self._taken = [(block, block.nbytes()) for block in self.present()]
+    def empty(self) -> None:
+        """Take the memory of all blocks away, also after a `refill` that failed."""
+        if not self._emptied:
+            self._emptied = [(block, block.nbytes()) for block in self.present()]
             self._entries = dict(self._ledger.allocations)
-        for block, _ in self._taken:
+        for block, _ in self._emptied:
             self._resize(block, 0)
         self._ledger.clear()
 
-    def give_back(self) -> None:
+    def refill(self) -> None:
         """Give all blocks memory again, with zeros."""
         for name, num_bytes in self._entries.items():
             self._ledger.reserve(name, num_bytes)
-        for block, num_bytes in self._taken:
+        for block, num_bytes in self._emptied:
             self._resize(block, num_bytes)
-        self._taken = []
+        self._emptied = []

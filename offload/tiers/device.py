@@ -48,11 +48,11 @@ class CpuDevice:
 
     def park(self) -> None:
         """Give the memory of all allocations back, also after a `resume` that failed. No work may be pending."""
-        self.blocks.take()
+        self.blocks.empty()
 
     def resume(self) -> None:
         """Take memory for all allocations again, with zeros. Raises torch.OutOfMemoryError."""
-        self.blocks.give_back()
+        self.blocks.refill()
 
     def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
         """Return the address of the first byte. Memory is told apart by this number alone: a device without storage
