@@ -555,6 +555,16 @@ def _check_park(trainer: Any) -> None:
             "engine: set use_vllm=True in its arguments, or leave park out."
         )
     args = trainer.args
+    if args.vllm_mode != "colocate":
+        raise ConfigError(
+            f"park=True lends the device to vLLM in this process, but vllm_mode is {args.vllm_mode!r}, and a server "
+            "has memory of its own: leave park out, or set vllm_mode='colocate'."
+        )
+    if not args.vllm_enable_sleep_mode:
+        raise ConfigError(
+            "park=True takes the device back for each step, but vLLM keeps its memory: set vllm_enable_sleep_mode=True "
+            "in the Trainer's arguments, or leave park out."
+        )
     every = args.steps_per_generation * trainer.num_iterations
     if every % args.gradient_accumulation_steps:
         raise ConfigError(

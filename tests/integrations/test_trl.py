@@ -266,7 +266,8 @@ def sampled(folder: Path, **how: Any) -> Any:
     """Return a GRPO trainer over an engine, with texts from `Sampler`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
-        return made("grpo", folder, True, max_steps=3, use_vllm=True, vllm_mode="colocate", **how)
+        lent = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+        return made("grpo", folder, True, max_steps=3, **lent | how)
 
 
 def test_the_device_is_lent_to_vllm_while_it_generates(tmp_path: Path) -> None:
@@ -289,3 +290,8 @@ def test_a_park_that_cannot_be_is_refused(tmp_path: Path) -> None:
         made("grpo", tmp_path, True, kwargs={"park": True})
     with pytest.raises(ConfigError, match="every 1 batches of a step of 2"):
         sampled(tmp_path, gradient_accumulation_steps=2, steps_per_generation=1, kwargs={"park": True})
+    server = {"vllm_mode": "server", "vllm_importance_sampling_correction": False}  # else TRL asks the server first
+    with pytest.raises(ConfigError, match="vllm_mode is 'server'"):
+        sampled(tmp_path, **server, kwargs={"park": True})
+    with pytest.raises(ConfigError, match="set vllm_enable_sleep_mode=True"):
+        sampled(tmp_path, vllm_enable_sleep_mode=False, kwargs={"park": True})
