@@ -181,4 +181,4 @@ def reset_accelerate() -> None:
 def needs(*libraries: str) -> None:
     """Skip the module if a library is missing."""
     for library in libraries:
-        pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[hf]'")
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[dev]'")
