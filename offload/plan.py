@@ -156,7 +156,7 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
             replicas = f" on {machines} machines, with {prediction.num_replicas} copies of the model"
         ranks = f", {counted(prediction.total_ranks, 'rank')}{replicas}; of one of them:"
     length = int(prediction.config.data.sequence_length or 0)
-    rows = f"{counted(prediction.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
+    rows = f"{counted(prediction.config.num_rows, 'row')} of {counted(length, 'token')} a step"
     precision = prediction.config.train.precision
     trained = sum(info.numel for info in prediction.prepared.structure.infos if info.trainable)
     of = ""

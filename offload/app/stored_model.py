@@ -37,7 +37,9 @@ them.
 """
 TEACHER_MARK = "teacher.txt"
 """Attached file with a fingerprint of the teacher, which a resumed run compares."""
-_NON_TOKENIZER_FILES = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK)
+_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK)
+_IN_FOLDER = "--"
+"""Stands for / in the names of attached files: a checkpoint has no folders."""
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once
 
 
@@ -117,8 +119,8 @@ class StoredWeights:
         return DTYPE_OF[built_in["others"].get(name, built_in["main"])]
 
     def files(self) -> dict[str, bytes]:
-        """Return {file name: content} of the tokenizer in the checkpoint."""
-        return tokenizer_files(self._reader)
+        """Return {file name: content} of the export beside the model."""
+        return export_files(self._reader)
 
     def close(self) -> None:
         self._reader.close()
@@ -215,10 +217,19 @@ def write_with_progress(
         )
 
 
-def tokenizer_files(reader: Reader, others: Collection[str] = ()) -> dict[str, bytes]:
-    """Return {file name: content} of the tokenizer in a checkpoint. others: attached files of another kind."""
-    excluded = {*_NON_TOKENIZER_FILES, *others}
-    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in excluded}
+def attached_names(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of an export under the names that they have in a checkpoint."""
+    return {name.replace("/", _IN_FOLDER): content for name, content in files.items()}
+
+
+def export_files(reader: Reader, others: Collection[str] = ()) -> dict[str, bytes]:
+    """Return {file name: content} of an export, from a checkpoint: of the tokenizer, and of other libraries.
+
+    others: attached files of another kind.
+    """
+    excluded = {*_NOT_EXPORTED, *others}
+    names = {name: name.replace(_IN_FOLDER, "/") for name in reader.attached if name not in excluded}
+    return {exported: reader.attached[name].read_bytes() for name, exported in names.items()}
 
 
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:

@@ -182,7 +182,7 @@ ROWS: tuple[Row, ...] = (
         _row("distill.temperature", "2", "losses"),
         _row("distill.labels", "0.5", "losses")),
     *_with("queries", {},
-        _row("train.negatives", "1", "losses"),
+        _row("contrastive.negatives", "1", "losses"),
         _row("contrastive.pooling", "mean last cls", "losses", auto="last"),
         _row("contrastive.temperature", "0.1", "losses"),
         _row("contrastive.symmetric", "false", "losses"),

@@ -12,8 +12,10 @@ import torch
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
 
 from offload import SGD, Engine, Placement
+from offload.app.stored_model import export_stored
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.extras.adapters.export import export_adapter, export_merged
 from offload.extras.contrastive import losses as losses_module
 from offload.extras.contrastive.losses import InfoNCE
 from offload.extras.data.encoder import Encoder
@@ -124,8 +126,8 @@ def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, mic
     assert loss == pytest.approx(wanted.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.cpu()
-        distance = (parameter.detach().cpu() - gradient - own[name]).abs().max()  # the learning rate is 1
-        assert distance <= 1e-6 * max(1.0, gradient.abs().max()), name
+        distance = (parameter.detach().cpu() - gradient - own[name]).norm()  # the learning rate is 1
+        assert distance <= 1e-6 * max(1.0, gradient.norm()), name
 
 
 def test_tiers_and_micro_batches_have_equal_bits(tmp_path: Path) -> None:
@@ -179,23 +181,31 @@ def test_negatives_come_from_all_ranks() -> None:
         assert torch.allclose(own[name], value, atol=1e-4), name
 
 
-def test_known_and_probable_answers_are_no_negatives() -> None:
-    """Three groups; the third has the answer of the first, the fourth its query. Break: leave out either mask."""
-    ids = torch.tensor([[1], [2], [3], [4], [5], [2], [1], [6]])
-    batch = {"input_ids": ids, "labels": torch.ones(8, 2, dtype=torch.int64)}
-    vectors = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    outputs = {"last_hidden_state": vectors[:, None]}
-    unit = torch.nn.functional.normalize(vectors, dim=1)
-    scores = unit[::2] @ unit[1::2].T / 0.5
-    left_out = torch.zeros(4, 4, dtype=torch.bool)
-    left_out[0, 2] = left_out[2, 0] = left_out[0, 3] = left_out[3, 0] = True
-    wanted = torch.nn.functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), torch.arange(4))
-    loss = InfoNCE(temperature=0.5, symmetric=False)
-    assert loss(outputs, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
-    other = InfoNCE(temperature=0.5, symmetric=False, margin=0.1)
-    left_out |= scores * 0.5 > scores.diagonal()[:, None] * 0.5 + 0.1
-    wanted = torch.nn.functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), torch.arange(4))
-    assert other(outputs, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+@pytest.mark.parametrize("margin", [None, 0.1])
+def test_known_and_probable_answers_are_no_negatives(margin: float | None) -> None:
+    """Of equal queries and equal answers, also as hard negatives. Break: compare with the own answer alone; with the
+    answers of equal queries among the answers alone; leave out the margin.
+    """
+    texts = [[1, 2, 7], [1, 3, 8], [4, 5, 3], [6, 2, 9]]
+    query_ids, answer_ids, negative_ids = zip(*texts, strict=True)
+    batch = {"input_ids": torch.tensor(texts).view(12, 1), "labels": torch.ones(12, 1, dtype=torch.int64)}
+    vectors = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    queries, answers, negatives = torch.nn.functional.normalize(vectors, dim=1).view(4, 3, 4).unbind(1)
+    pairs = set(zip(query_ids, answer_ids, strict=True))
+    is_answer = torch.tensor([[(query, text) in pairs for text in answer_ids + negative_ids] for query in query_ids])
+    is_query = torch.tensor([[(query, answer) in pairs for query in query_ids] for answer in answer_ids])
+    wanted = 0.0
+    for scores, left_out in (
+        (queries @ torch.cat([answers, negatives]).T, is_answer),
+        (answers @ queries.T, is_query),
+    ):
+        if margin is not None:
+            left_out |= scores > scores.diagonal()[:, None] + margin
+        left_out.fill_diagonal_(False)
+        scores = (scores / 0.5).masked_fill(left_out, -torch.inf)
+        wanted += torch.nn.functional.cross_entropy(scores, torch.arange(4)).item() / 2
+    loss = InfoNCE(1, temperature=0.5, margin=margin)
+    assert loss({"last_hidden_state": vectors[:, None]}, batch).item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_text_of_one_token_counts() -> None:
@@ -265,6 +275,7 @@ def test_a_batch_far_larger_than_a_resident_one_fits() -> None:
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
+FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 THINGS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
 
 
@@ -287,7 +298,7 @@ def pairs(tmp_path: Path) -> str:
 
 def asked(pairs: str, **more: Any) -> dict[str, Any]:
     own = {"data__source": pairs, "train__method": "contrastive", "optimizer__lr": 3e-3, "data__sequence_length": 64}
-    return own | {"train__steps": 6, "train__batch_size": 8, "train__negatives": 1} | more
+    return own | {"train__steps": 6, "train__batch_size": 8, "contrastive__negatives": 1} | more
 
 
 def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str) -> None:
@@ -342,12 +353,48 @@ def test_a_run_resumes_and_an_adapter_learns(run: Any, pairs: str, tmp_path: Pat
     earlier = str(tmp_path / "run" / "checkpoints" / "step-3")
     _, more, _ = run("more", family="bert", **asked(pairs, checkpoint__resume=earlier))
     assert [line["loss"] for line in more] == [line["loss"] for line in lines[3:]]
-    for name in ("model.safetensors", "1_Pooling/config.json", "modules.json"):
+    for name in ("model.safetensors", *FILES):
         assert (tmp_path / "run/hf" / name).read_bytes() == (tmp_path / "more/hf" / name).read_bytes()
     adapter = {"lora__rank": 4, "lora__target_modules": "all-linear", "train__steps": 16, "optimizer__lr": 1e-2}
     _, adapted, said = run("adapted", family="bert", **asked(pairs, **adapter))
     assert adapted[-1]["loss"] < adapted[0]["loss"]
     assert "reloaded: by peft" in said
+
+
+def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: export no file of the objective from a checkpoint; write prompts anew; read them from the base alone."""
+    more = {"train__steps": 1, "checkpoint__every": 1}
+    run("base", family="bert", **asked(pairs, contrastive__pooling="cls", **more))
+    base = tmp_path / "base/hf"
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (base / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (base / "sentence_bert_config.json").write_text('{"do_lower_case": true, "max_seq_length": 512}')
+    more["model__path"] = str(base)
+    run("whole", **asked(pairs, **more))
+    run("adapted", **asked(pairs, lora__rank=4, lora__target_modules="all-linear", optimizer__lr=1e-2, **more))
+    whole, adapted = (tmp_path / name / "checkpoints/step-1" for name in ("whole", "adapted"))
+    export_stored(whole, tmp_path / "exported")
+    export_adapter(adapted, tmp_path / "adapter")
+    export_merged(adapted, tmp_path / "merged")
+    base.rename(tmp_path / "away")
+    run("resumed", **asked(pairs, **more | {"train__steps": 2}, checkpoint__resume=str(whole)))
+    for name in ("whole/hf", "adapted/hf", "exported", "adapter", "merged", "resumed/hf"):
+        found = {file: json.loads((tmp_path / name / file).read_text()) for file in FILES}
+        assert found["config_sentence_transformers.json"].items() >= prompts.items(), name
+        assert found["sentence_bert_config.json"] == {"do_lower_case": True, "max_seq_length": 64}, name
+        assert found["1_Pooling/config.json"]["pooling_mode_cls_token"] is True, name
+        kinds = [module["type"].rpartition(".")[2] for module in found["modules.json"]]
+        assert kinds == ["Transformer", "Pooling", "Normalize"], name
+
+
+def test_other_modules_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: read the pooling alone."""
+    run("base", family="bert", **asked(pairs, train__steps=1))
+    path = tmp_path / "base/hf/modules.json"
+    path.write_text(path.read_text().replace("Normalize", "Dense"))
+    for pooling in ("auto", "mean"):
+        with pytest.raises(ConfigError, match=r"modules\.json has the module Dense, and a run trains Transformer"):
+            run("run", **asked(pairs, model__path=str(path.parent), contrastive__pooling=pooling))
 
 
 def test_the_plan_is_the_run(run: Any, pairs: str, tmp_path: Path) -> None:
@@ -368,7 +415,7 @@ def test_texts_of_one_token_are_trained_on(run: Any, tmp_path: Path) -> None:
     path.write_text(
         "".join(json.dumps({"query": a, "positive": b}) + "\n" for a, b in ("ag", "bh", "ci", "dj", "ek", "fl"))
     )
-    more = {"train__negatives": 0, "train__batch_size": 6, "train__steps": 1, "data__eval_share": 0.0}
+    more = {"contrastive__negatives": 0, "train__batch_size": 6, "train__steps": 1, "data__eval_share": 0.0}
     _, (line,), said = run("run", **asked(str(path), **more))
     assert "left out" not in said
     assert line["tokens"] == 12  # texts
@@ -403,8 +450,8 @@ def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None
 
 
 def test_refusals(run: Any, pairs: str) -> None:
-    with pytest.raises(ConfigError, match=r"jsonl:1 has 2 hard negatives, and train\.negatives is 3"):
-        run("run", family="bert", **asked(pairs, train__negatives=3))
+    with pytest.raises(ConfigError, match=r"jsonl:1 has 2 hard negatives, and contrastive\.negatives is 3"):
+        run("run", family="bert", **asked(pairs, contrastive__negatives=3))
     with pytest.raises(ConfigError, match=r"contrastive\.sizes has 64, but the embeddings of the model have 32"):
         run("run", family="bert", **asked(pairs, contrastive__sizes=(64, 8)))
     with pytest.raises(ConfigError, match="model type t5 has no class .* with one hidden state per token"):

@@ -29,7 +29,7 @@ class AtResume(Enum):
 _KEYS = {
     AtResume.KEPT: "optimizer.decay_1d optimizer.groups optimizer.schedule",
     AtResume.FIXED: "contrastive data distill lora prefs model.path model.preset optimizer.freeze run.seed "
-    "train.method train.beta train.center_rewards_coefficient train.negatives train.batch_size train.precision "
+    "train.method train.beta train.center_rewards_coefficient train.batch_size train.precision "
     "train.matmul",
     AtResume.ANEW: "data.num_workers optimizer.warmup_steps train.recompute train.sequence_parallel "
     "offload.parameters offload.optimizer offload.gradients offload.activations offload.graphs "

@@ -23,6 +23,7 @@ from offload.app.config import conflicts
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import (
     DOCUMENTS,
+    ROW_FORMATS,
     CheckpointSection,
     ContrastiveSection,
     DataSection,
@@ -220,6 +221,25 @@ class Config(BaseModel):
     def has_own_data(self) -> bool:
         """True if the training data is the user's, not the built-in text."""
         return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
+
+    @property
+    def group(self) -> int:
+        """Rows learned together: a pair, or a query with its answer and negatives; else 1."""
+        if self.train.method in ROW_FORMATS:
+            return 2 + self.contrastive.negatives
+        return 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per step over all ranks."""
+        return self.train.batch_size * self.group
+
+    @property
+    def micro_rows(self) -> int | None:
+        """Rows per forward and backward pass on each rank; None: all."""
+        if self.train.micro_batch_size is None:
+            return None
+        return self.train.micro_batch_size * self.group
 
     @property
     def is_isolated(self) -> bool:

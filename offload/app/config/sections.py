@@ -471,8 +471,6 @@ class TrainSection(Section):
     """
     center_rewards_coefficient: Rate = 0.0
     """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
-    negatives: Natural = 0
-    """For contrastive: hard negatives of each query, the first ones in its row."""
     steps: Count | None = None
     """Optimizer steps. none: set by train.epochs or train.max_seconds. If all three are none: one pass over your data,
     or 400 steps over the built-in text.
@@ -513,30 +511,11 @@ class TrainSection(Section):
     """Print a line every this many steps, and every half minute (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
 
-    @property
-    def group(self) -> int:
-        """Rows learned together: a pair, or a query with its answer and negatives; else 1."""
-        if self.method in ROW_FORMATS:
-            return 2 + self.negatives
-        return 1
-
     def num_groups(self, num_ranks: int) -> int:
         """Return the number of rank groups. Ranks in a group share rows; the rows of a step are divided among the
         groups.
         """
         return num_ranks // self.sequence_parallel
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per step over all ranks."""
-        return self.batch_size * self.group
-
-    @property
-    def micro_rows(self) -> int | None:
-        """Rows per forward and backward pass on each rank; None: all."""
-        if self.micro_batch_size is None:
-            return None
-        return self.micro_batch_size * self.group
 
 
 class OptimizerSection(Section):
@@ -740,6 +719,8 @@ class DistillSection(Section):
 class ContrastiveSection(Section):
     """Contrastive learning of text embeddings (train.method contrastive)."""
 
+    negatives: Natural = 0
+    """Hard negatives of each query, the first ones in its row."""
     pooling: Literal["auto", "mean", "last", "cls"] = "auto"
     """Embedding of a text from its hidden states: the mean, the last, or the first. auto: as in the folder of the model
     (1_Pooling of sentence-transformers); else last for a decoder, and mean for an encoder.

@@ -35,7 +35,7 @@ from offload.app.hf.models import (
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.stored_model import rebuild_model
+from offload.app.stored_model import attached_names, rebuild_model
 from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve, resolve_rows, resolve_saved_rows
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
@@ -69,7 +69,8 @@ class Run:
 
     - config: configuration with every decision possible before the first step. Those in `setup` and `planned` have
       fewer.
-    - files: tokenizer or processor files by name, on rank 0.
+    - files: files of the export beside the model by name, on rank 0: the tokenizer's or processor's, and the
+      objective's.
     - extra_files: further files for each checkpoint.
     - meta: run position from the checkpoint to resume from. None: a new run.
     - build_base: builds the initial model again.
@@ -216,7 +217,7 @@ def make_run(
         objective=model.objective,
         engine=opened.engine,
         files=model.files,
-        extra_files={**model.files, **opened.files},
+        extra_files={**attached_names(model.files), **opened.files},
         meta=meta,
         build_base=partial(build.build_base, final),
         disk_needs=opened.disk_needs,
@@ -229,7 +230,7 @@ class _Model(NamedTuple):
     built: BuiltModel
     objective: Objective
     files: Mapping[str, bytes]
-    """Tokenizer or processor files, on rank 0."""
+    """As for `Run`."""
 
 
 class _Opened(NamedTuple):
@@ -324,15 +325,15 @@ class _Build:
             objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
-            files: Mapping[str, bytes] = {}
-            if self.comm.rank == 0:  # rank 0 writes them
-                files = data.files()
             self._set_token_ids(config, data)
             if whole is None or self.user_model is not None:
                 base = self.build_base(config)
             else:
                 # The weights stay unfilled: the checkpoint provides them after the engine opens.
                 base = BuiltModel(rebuild_model(whole, config.model), folder=whole)
+            files: Mapping[str, bytes] = {}
+            if self.comm.rank == 0:  # rank 0 writes them
+                files = {**data.files(), **objective.export_files(config, base)}
             built = setup.trainable.prepare(base)
             for text in built.notes:
                 self.note(text)

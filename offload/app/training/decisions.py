@@ -65,7 +65,7 @@ def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None,
     values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
     values |= _default_end(config, start)
     values |= OBJECTIVES[config.train.method].decide(config, is_decoder)
-    if config.train.group > 1:  # each answer has a separate row
+    if config.group > 1:  # each answer has a separate row
         values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
     return decide(config.with_resolved(**values), FROM_START, start)
 

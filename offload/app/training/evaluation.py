@@ -71,6 +71,7 @@ class Evaluations:
         self._data = run.data
         self._objective = run.objective
         self._train = run.config.train
+        self._num_rows = run.config.num_rows
         self._keeps_best = run.config.checkpoint.keep_best
         self._comm = comm
         self._share = Share.of(run.config, comm)
@@ -130,7 +131,7 @@ class Evaluations:
         """Evaluate the first rows of a source. Collective."""
         data, objective = self._data, self._objective
         comm, own = self._comm, self._share
-        batch_size = self._train.num_rows
+        batch_size = self._num_rows
         num_rows = data.eval_sizes[name]
         num_done = num_rows
         most = None

@@ -68,8 +68,7 @@ class Export:
             self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trainable.base_bytes(engine.model)  # now too: the check has no model to ask
         run = self._run
-        files = {**run.files, **run.objective.export_files(run.config, engine.model)}
-        self._trainable.write(engine, self.path, files, run.build_base)
+        self._trainable.write(engine, self.path, run.files, run.build_base)
         weights = ""
         with suppress(OSError, ValueError):  # an adapter, or a rank with another disk
             num_bytes = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))

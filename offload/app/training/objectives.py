@@ -88,8 +88,8 @@ class Objective:
         """
         return data, {}
 
-    def export_files(self, _config: Config, _model: Any, /) -> Mapping[str, bytes]:
-        """Return further files of an export, by name, for a library that reads it."""
+    def export_files(self, _config: Config, _built: BuiltModel, /) -> Mapping[str, bytes]:
+        """Return further files of an export, by name, for a library that reads it. Raises ConfigError."""
         return {}
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:

@@ -138,7 +138,7 @@ def make_settings(config: Config) -> Settings:
         experts=config.offload.experts,
         has_many_lengths=config.has_many_lengths,
     )
-    of_rows = {"micro_batch_size": config.train.micro_rows}  # in rows: a setting counts pairs, if rows are pairs
+    of_rows = {"micro_batch_size": config.micro_rows}  # in rows: a setting counts pairs, if rows are pairs
     return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 
 

@@ -279,7 +279,7 @@ class Trainer:
         """
         comm, control = self._comm, self._callbacks.control
         # Before the exchange: a failure is one of the answers to the other ranks.
-        batch, failure = next_share(self._data, self._objective, self._share, step, self.config.train.num_rows)
+        batch, failure = next_share(self._data, self._objective, self._share, step, self.config.num_rows)
         # One exchange for all questions: each costs a round trip between machines.
         votes = tally(
             comm,

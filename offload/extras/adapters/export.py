@@ -23,7 +23,7 @@ from offload.app.hf.models import (
     trained_config,
 )
 from offload.app.hf.write import ExportResult
-from offload.app.stored_model import StoredParameter, tokenizer_files, write_with_progress
+from offload.app.stored_model import StoredParameter, export_files, write_with_progress
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, format_bytes
 from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_adapter
@@ -66,7 +66,7 @@ def export_adapter(folder: Path, out: Path) -> int:
         config.name_or_path = adaptation.config.base_model_name_or_path or ""  # PEFT writes this name of the base
         model = adaptation.apply_to_shapes(empty_model(ModelSection(), config))
         return write_adapter(
-            model, _read_values(reader), out, tokenizer_files(reader, (CONFIG, INITIAL)), adaptation.removed
+            model, _read_values(reader), out, export_files(reader, (CONFIG, INITIAL)), adaptation.removed
         )
 
 
@@ -139,7 +139,7 @@ def export_merged(
                 f"merging the adapter of {folder} changes no base weight: the adapter was not trained, or its changes "
                 "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
             )
-        files = tokenizer_files(reader, (CONFIG, INITIAL))
+        files = export_files(reader, (CONFIG, INITIAL))
         return write_with_progress(plain.model, merged.read, out, dtype, shard_bytes, files)
 
 

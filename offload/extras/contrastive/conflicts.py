@@ -17,11 +17,8 @@ CONFLICTS = (
     Conflict("data.train_on_prompt", is_set, "train.method", "contrastive",
         "train.method contrastive has no prompts", "leave it out"),
     *(
-        Conflict(key, other_than(default), "train.method", OTHERS,
+        Conflict(f"contrastive.{key}", other_than(field.default), "train.method", OTHERS,
             "train.method {train.method} has no such setting", "leave it out, or set --train.method contrastive")
-        for key, default in (
-            ("train.negatives", 0),
-            *((f"contrastive.{key}", field.default) for key, field in ContrastiveSection.model_fields.items()),
-        )
+        for key, field in ContrastiveSection.model_fields.items()
     ),
 )  # fmt: skip

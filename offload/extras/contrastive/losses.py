@@ -54,16 +54,15 @@ class InfoNCE(GroupLoss):
     """Mean over queries of the cross entropy of the answer among all answers and negatives in the batch (van den Oord
     et al. 2018, arXiv:1807.03748, equation 4), by cosine similarities over `temperature`.
 
-    A group of rows is a query, its answer, and `negatives` hard negatives. Left out are the same text as the answer,
-    answers to the same query, and, with a margin, texts more similar to the query than the answer plus `margin` (Zhang
-    et al. 2025, arXiv:2506.05176, equation 2): they are probably answers too.
+    A group of rows is a query, its answer, and `negatives` hard negatives. Left out are texts that answer an equal
+    query of the batch, also where they are hard negatives, and, with a margin, texts more similar to the query than the
+    answer plus `margin` (Zhang et al. 2025, arXiv:2506.05176, equation 2): they are probably answers too.
 
     symmetric: half of the loss is the cross entropy of the query of each answer, among all queries.
     sizes: the loss is the sum over the first so many numbers of the embeddings (Kusupati et al. 2022,
     arXiv:2205.13147). Empty: all numbers.
 
-    A group counts if each of its rows has a label. Over ranks, each one computes the terms of all, in one order: bits
-    do not depend on the number of ranks.
+    A group counts if each of its rows has a label. Over ranks, each one computes the terms of all, in one order.
     """
 
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
@@ -159,12 +158,11 @@ class InfoNCE(GroupLoss):
         # All answers come first, so the number of a group is also that of its answer.
         texts, text_keys = vectors[:, 1:].transpose(0, 1).flatten(0, 1), keys[:, 1:].T.flatten()
         queries, answers = keys[:, 0], keys[:, 1]
-        is_same = text_keys == answers[rows, None]
-        is_same[:, : len(keys)] |= queries == queries[rows, None]
-        terms, are_found = self._cross_entropy(vectors[rows, 0], texts, rows, is_same)
+        is_answer = _are_partners(queries, answers, rows, text_keys)
+        terms, are_found = self._cross_entropy(vectors[rows, 0], texts, rows, is_answer)
         if self._symmetric:
-            is_same = (queries == queries[rows, None]) | (answers == answers[rows, None])
-            terms = (terms + self._cross_entropy(vectors[rows, 1], vectors[:, 0], rows, is_same)[0]) / 2
+            is_query = _are_partners(answers, queries, rows, queries)
+            terms = (terms + self._cross_entropy(vectors[rows, 1], vectors[:, 0], rows, is_query)[0]) / 2
         return terms, are_found
 
     def _cross_entropy(
@@ -181,6 +179,20 @@ class InfoNCE(GroupLoss):
         left_out = left_out.scatter(1, targets[:, None], torch.zeros_like(left_out[:, :1]))
         scores = (similarities / self._temperature).masked_fill(left_out, -torch.inf)
         return scores.logsumexp(1) - own[:, 0] / self._temperature, scores.argmax(1) == targets
+
+
+def _are_partners(own: torch.Tensor, partners: torch.Tensor, rows: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """Return whether each text is the partner of a text equal to that of a row, bool [rows, texts].
+
+    own, partners: hashes of pairs of texts, int64 [groups]. rows: groups, int64 [rows]. texts: hashes, int64 [texts].
+    """
+    is_equal = own == own[rows, None]
+    found = torch.zeros(len(rows), len(texts), dtype=torch.bool, device=texts.device)
+    # One comparison for most batches: equal texts are rare, and all pairs of groups and texts would be many.
+    for places in is_equal.byte().topk(int(is_equal.sum(1).max())).indices.T:
+        known = torch.where(own[places] == own[rows], partners[places], partners[rows])
+        found |= texts == known[:, None]
+    return found
 
 
 def _keys(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.app.config.config import Config
-from offload.app.hf.models import locate
+from offload.app.hf.models import BuiltModel, locate
 from offload.app.training.objectives import Batch, Objective, Say
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
@@ -19,7 +19,10 @@ from offload.engine.loss.group_loss import has_target
 from offload.errors import ConfigError
 from offload.extras.contrastive.losses import InfoNCE
 
-_POOLING = "1_Pooling/config.json"
+_MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
+_OPTIONS, _PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
+_KINDS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+"""Modules of an export, with their folders."""
 _NAMES = {
     "mean": ("mean", "pooling_mode_mean_tokens"),
     "last": ("lasttoken", "pooling_mode_lasttoken"),
@@ -53,7 +56,7 @@ class Contrastive(Objective):
         section = config.contrastive
         return cls(
             InfoNCE(
-                config.train.negatives,
+                section.negatives,
                 section.pooling,
                 section.temperature,
                 section.symmetric,
@@ -88,15 +91,35 @@ class Contrastive(Objective):
         """An embedding is of all tokens of a text."""
         return batch["input_ids"], batch["labels"] != IGNORED
 
-    def export_files(self, config: Config, model: Any) -> Mapping[str, bytes]:
-        return sentence_files(config.contrastive.pooling, _width(model), int(config.data.sequence_length or 0))
+    def export_files(self, config: Config, built: BuiltModel) -> Mapping[str, bytes]:
+        stored, num_tokens = _stored_files(built.folder), int(config.data.sequence_length or 0)
+        return sentence_files(config.contrastive.pooling, _width(built.model), num_tokens, stored)
+
+
+def _stored_files(folder: Path | None) -> dict[str, Any]:
+    """Return, by name, the files of sentence-transformers in the folder of a model. Raises ConfigError for a module
+    that no run trains.
+    """
+    if folder is None:
+        return {}
+    names = (name for name in (_MODULES, _OPTIONS, _PROMPTS, _POOLING) if (folder / name).is_file())
+    found = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in names}
+    for module in found.get(_MODULES, ()):
+        kind = module["type"].rpartition(".")[2]
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"{folder / _MODULES} has the module {kind}, and a run trains {', '.join(_KINDS)} alone, so the export "
+                f"would give other vectors: set --model.path to a folder without {kind}, or to a copy without "
+                f"{_MODULES}."
+            )
+    return found
 
 
 def _stored_pooling(folder: Path | None) -> str:
     """Return the pooling in the folder of a model; empty: none. Raises ConfigError for one that no run computes."""
-    if folder is None or not (folder / _POOLING).is_file():
+    stored = _stored_files(folder).get(_POOLING)
+    if folder is None or stored is None:
         return ""
-    stored = json.loads((folder / _POOLING).read_text(encoding="utf-8"))
     flags = [key for key, value in stored.items() if key.startswith("pooling_mode_") and value is True]
     mode = stored.get("pooling_mode")  # in place of the flags, since version 5.5
     found = [name for name, (own, flag) in _NAMES.items() if mode == own or (mode is None and flags == [flag])]
@@ -109,24 +132,26 @@ def _stored_pooling(folder: Path | None) -> str:
 
 
 def _width(model: Any) -> int:
-    return int(model.config.get_text_config().hidden_size)
+    config = model.config.get_text_config()
+    return int(getattr(config, "word_embed_proj_dim", config.hidden_size))  # OPT may project its last states
 
 
-def sentence_files(pooling: str, width: int, num_tokens: int) -> dict[str, bytes]:
+def sentence_files(pooling: str, width: int, num_tokens: int, stored: Mapping[str, Any]) -> dict[str, bytes]:
     """Return, by name, the files beside a model by which sentence-transformers makes unit vectors of texts.
 
-    width: numbers of an embedding. num_tokens: longest text.
+    width: numbers of an embedding. num_tokens: longest text. stored: the files of the base, whose prompts and options
+    stay.
     """
-    modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     contents: dict[str, Any] = {
-        "modules.json": [
+        _MODULES: [
             {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for number, (path, kind) in enumerate(modules)
+            for number, (kind, path) in enumerate(_KINDS.items())
         ],
-        "sentence_bert_config.json": {"max_seq_length": num_tokens, "do_lower_case": False},
-        "config_sentence_transformers.json": {
+        _OPTIONS: {"do_lower_case": False, **stored.get(_OPTIONS, {}), "max_seq_length": num_tokens},
+        _PROMPTS: {
             "prompts": {},
             "default_prompt_name": None,
+            **stored.get(_PROMPTS, {}),
             "similarity_fn_name": "cosine",
         },
         _POOLING: {

@@ -125,8 +125,9 @@ class RowSource:
         missing = self.group - len(record.members)
         if missing > 0:
             return BadRow(
-                f"{record.where} has {counted(len(record.members) - 2, 'hard negative')}, and train.negatives is "
-                f"{self.group - 2}: lower --train.negatives, or give {counted(missing, 'more text')} in 'negatives'."
+                f"{record.where} has {counted(len(record.members) - 2, 'hard negative')}, and contrastive.negatives is "
+                f"{self.group - 2}: lower --contrastive.negatives, or give {counted(missing, 'more text')} in "
+                "'negatives'."
             )
         return replace(record, members=record.members[: self.group])
 

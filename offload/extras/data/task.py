@@ -184,7 +184,7 @@ class FileRows:
             isolated=_isolated(data, model_kind),
             group_by_length=_grouped(config),
             grouped=grouped,
-            group=config.train.group,
+            group=config.group,
             train_on_prompt=data.train_on_prompt and not grouped,
             eval_share=float(data.eval_share or 0),
             on_bad_row=data.on_bad_row,

@@ -525,7 +525,7 @@ class Forecaster:
         # Of the rank with the most rows. A pass has at least one row on each rank.
         fewest, more = divmod(config.train.batch_size, config.train.num_groups(num_ranks))
         groups, passes = fewest + bool(more), max(1, min(settings.passes, fewest))
-        rows = -(-groups // passes) * config.train.group  # of the largest pass
+        rows = -(-groups // passes) * config.group  # of the largest pass
         data, shared_by = config.data, config.train.sequence_parallel
         length = -(-int(data.sequence_length or 0) // shared_by)  # tokens of a row on one rank
         batch = BatchSpec(model_type, rows, length, not data.packing, config.is_isolated, shared_by)
