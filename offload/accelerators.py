@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import ConfigError, warn
+from offload.user_cache import hash_paths, kept_bytes
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
 _FP8_CAPABILITY = 8, 9
 """First compute capability with FP8 products: Ada."""
+PINNING_ADVICE = (
+    "Pinned memory counts in full against the memory limit of the container, pod or job, and WSL2 pins only a part of "
+    "its memory: raise that limit, or lower --offload.host_memory. (Shown once.)"
+)
 _bounds: dict[torch.device, list[int]] = {}
 """Allocator limits per device, in bytes: first the memory already allocated before any limit, then one entry per active
 `bound`. A process has a single allocator.
@@ -182,8 +187,18 @@ class Accelerator:
 
     @property
     def backend(self) -> str | None:
-        """Process-group backend for device tensors; None if torch knows only gloo."""
-        return dist.Backend.default_device_backend_map.get(self.device.type)
+        """Process-group backend for device tensors; None if torch knows only gloo.
+
+        Raises ConfigError if this torch was built without the library.
+        """
+        name = dist.Backend.default_device_backend_map.get(self.device.type)
+        if name is not None and not dist.is_backend_available(name):
+            raise ConfigError(
+                f"Several ranks on {self.device.type} devices exchange tensors over {name}, and torch "
+                f"{torch.__version__} was built without it: install a torch with {name}, start one rank, or set "
+                "--offload.device cpu."
+            )
+        return name
 
     @property
     def free_bytes(self) -> int:
@@ -279,6 +294,17 @@ class Accelerator:
         """
         return None
 
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a small flat buffer in pinned host memory; if the driver refuses, in ordinary memory with one warning.
+
+        The driver copies from and to ordinary memory before the call returns: later, and equally right.
+        """
+        try:
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            _warn_of_pageable(self.device, str(error).partition("\n")[0])
+            return torch.empty(numel, dtype=dtype, device="cpu")
+
     def register(self, address: int, num_bytes: int) -> int:
         """Register an unregistered range in host memory. Return the driver error, 0 for success."""
         raise NotImplementedError
@@ -290,6 +316,19 @@ class Accelerator:
     def forget_error(self) -> None:
         """Clear the error just returned by a call in this thread, so no later call reports the error."""
         raise NotImplementedError
+
+
+_warned: set[torch.device] = set()
+"""Devices with small buffers in ordinary memory."""
+
+
+def _warn_of_pageable(device: torch.device, reason: str) -> None:
+    if device not in _warned:
+        _warned.add(device)
+        warn(
+            f"the driver refused pinned memory for small buffers of {device} ({reason}): they are in ordinary memory, "
+            f"and copies from and to it are slower. {PINNING_ADVICE}"
+        )
 
 
 class CudaAccelerator(Accelerator):
@@ -325,7 +364,7 @@ class CudaAccelerator(Accelerator):
             own = ["--offload-arch={0.gcnArchName}", "-ffp-contract=off"]
         with self.module.device(self.device):
             options = [*(option.format(properties) for option in own), *options]
-            image, lowered = compiled_image(tools._get_gpu_rtc_library(), source, name, options)
+            image, lowered = kept_image(tools._get_gpu_rtc_library(), source, name, options)
             return tools._cuda_load_module(image, [lowered])[lowered]
 
     def register(self, address: int, num_bytes: int) -> int:
@@ -348,6 +387,26 @@ INTEGERS = "".join(
     f"typedef {each}_t; typedef unsigned {each.removeprefix('signed ').replace(' int', ' uint')}_t; " for each in _SIZED
 )
 """Minimal <cstdint> for kernels, because some compilers come without a standard library."""
+
+
+def kept_image(library: Any, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """Return `compiled_image`, from the user cache if an earlier process has compiled the same program.
+
+    The key has everything that decides the code: all source text, the options with the type of card, and the version of
+    torch, which requires one version of the compiler.
+    """
+    folders = [Path(option[2:]) for option in options if option.startswith("-I")]
+    included = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    others = [option for option in options if not option.startswith("-I")]
+    version = f"{torch.__version__} {torch.version.cuda} {torch.version.hip}"
+
+    def compiled() -> bytes:
+        image, lowered = compiled_image(library, source, name, options)
+        return lowered.encode() + b"\0" + image
+
+    kept = kept_bytes("kernels", [version, source, INTEGERS, hash_paths(included), name, *others], compiled)
+    lowered, _, image = kept.partition(b"\0")
+    return image, lowered.decode()
 
 
 def compiled_image(

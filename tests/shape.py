@@ -49,7 +49,7 @@ RINGS = {
     "offload.conflicts offload.distributed offload.doors offload.engine offload.errors offload.extras offload.files "
     "offload.interrupts offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
     "offload.planning offload.retired offload.schedule offload.setting_texts "
-    "offload.sizes offload.tiers",
+    "offload.sizes offload.system offload.tiers offload.user_cache",
     APPLICATION: "offload.__main__ offload.app offload.export offload.train",
     "large": "offload.extras.large",
     "rules": "offload.extras.rules",

@@ -139,8 +139,13 @@ def test_an_engine_computes_where_its_ranks_exchange(machine: Any, name: str | N
         engine_device(Settings(device="cpu"), comm)
 
 
-def test_ranks_exchange_by_what_torch_has_for_their_kind() -> None:
+def test_ranks_exchange_by_what_torch_has_for_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", {"nccl", "xccl"}.__contains__)
     assert [open_accelerator(torch.device(kind, 0)).backend for kind in ("cuda", "xpu")] == ["nccl", "xccl"]
+    monkeypatch.setattr(torch.distributed, "is_backend_available", {"xccl"}.__contains__)
+    with pytest.raises(ConfigError, match=r"cuda devices .* over nccl, and torch .* was built without it: install"):
+        _ = open_accelerator(torch.device("cuda", 0)).backend
+    assert open_accelerator(torch.device("xpu", 0)).backend == "xccl"
 
 
 # -- torch calls ---------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ ROUNDING_BYTES = 256 << 20
 class _Staging:
     """Reusable pinned buffers for small copies. The torch allocator would take a lock in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event]]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ class _Staging:
             free[0][1].synchronize()
         ready = next((number for number, (_, event) in enumerate(free) if event.query()), None)
         if ready is None:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            memory = self._accelerator.host_memory(size, torch.uint8)
         else:
             memory = free.pop(ready)[0]
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
@@ -75,7 +76,7 @@ class AcceleratorDevice:
         self.pinning: Pinning | None = None
         if accelerator.can_register:
             self.pinning = Pinning(accelerator)
-        self._staging = _Staging()
+        self._staging = _Staging(accelerator)
         accelerator.enter()
         if ledger.budget_bytes is None:
             ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
@@ -129,7 +130,7 @@ class AcceleratorDevice:
                 self.lend(tensor)
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        return self._accelerator.host_memory(numel, dtype)
 
     def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu or tensor.requires_grad:  # gradients must return the same way

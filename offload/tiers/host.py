@@ -16,11 +16,13 @@ from weakref import ref
 
 import torch
 
-from offload.accelerators import Accelerator
+from offload.accelerators import PINNING_ADVICE, Accelerator
 from offload.errors import format_bytes, warn
 
 LARGEST_BYTES = 64 << 30
 """Maximum bytes per registration. Newer drivers fail above 512 GiB."""
+MARGIN_BYTES = 256 << 20
+"""Memory left to pin after a refusal, for small buffers: as much as all staging buffers take."""
 _keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 """Keeps an object forever: one reference more than Python knows of."""
 
@@ -28,9 +30,12 @@ _keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py
 class Pinning:
     """Pins memory for one device. If the driver refuses, the memory stays unpinned, with one warning."""
 
-    def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
-        """`largest_bytes`: target maximum per registration."""
+    def __init__(
+        self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES, margin_bytes: int = MARGIN_BYTES
+    ) -> None:
+        """`largest_bytes`: target maximum per registration. `margin_bytes`: given back after a refusal."""
         self.largest_bytes = largest_bytes
+        self.margin_bytes = margin_bytes
         self._driver = driver
         self._has_warned = False
         self._error = 0  # the driver's last error, for the warning
@@ -71,10 +76,9 @@ class Pinning:
             return
         self._has_warned = True
         warn(
-            f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory (CUDA "
-            f"error {self._error}): this memory stays unpinned, and copies from and to it are slower. Pinned memory "
-            "counts in full against the memory limit of the container, pod or job: raise that limit, or lower "
-            "--offload.host_memory. (Shown once.)"
+            f"the driver refused to pin all of {format_bytes(of_bytes)} of host memory (CUDA error {self._error}): "
+            f"{format_bytes(num_bytes)} stay unpinned, a margin for small buffers included, and copies from and to "
+            f"them are slower. {PINNING_ADVICE}"
         )
 
 
@@ -119,6 +123,8 @@ class HostMapping(mmap.mmap):
             if inside:
                 middle = inside[len(inside) // 2]
                 waiting = [(middle, begin + size - middle), (begin, middle - begin)]
+        if self.pinned_bytes < num_bytes:
+            self._give_back(pinning, borders)
         pinning.warn_unpinned(num_bytes - self.pinned_bytes, num_bytes)
         if not self._pieces:
             return
@@ -126,6 +132,19 @@ class HostMapping(mmap.mmap):
         # get new pages at its next writes, while the device keeps the old ones.
         with contextlib.suppress(OSError):  # a refusal concerns only a process that forks
             self.madvise(mmap.MADV_DONTFORK)
+
+    def _give_back(self, pinning: Pinning, borders: Sequence[int]) -> None:
+        """Unregister the end of the memory, up to a border: small buffers find the margin of `pinning` there."""
+        waiting_bytes = pinning.margin_bytes
+        while waiting_bytes > 0 and self._pieces:
+            *kept, (begin, size) = self._pieces
+            if not pinning.unregister([begin]):
+                return
+            stays = max((b for b in borders if begin < b <= begin + size - waiting_bytes), default=begin)
+            if stays > begin and pinning.register(begin, stays - begin):
+                kept.append((begin, stays - begin))
+            self._pieces = kept
+            waiting_bytes -= begin + size - stays
 
     def unpin(self) -> None:
         """Unregister all pieces after pending device work."""

@@ -20,6 +20,8 @@ LOADS = "SIM_LOAD"
 """Environment variable: forked test processes load the simulation too."""
 JITTER = "SIM_JITTER"
 """Environment variable for random delays in these processes: maximum in microseconds, seed, slow side."""
+PIN_MIB = "SIM_PIN_MIB"
+"""Environment variable: all host memory that the driver pins, in MiB. csrc/pinned.cpp reads it."""
 _loaded: Control | None = None
 
 
@@ -46,7 +48,9 @@ def load(
     from tests.accelerator.control import Control
     from tests.accelerator.driver import open_driver
     from tests.accelerator.module import NAME, make_module
+    from tests.accelerator.rtc import CACHE
 
+    os.environ.setdefault("XDG_CACHE_HOME", str(CACHE))
     driver = open_driver(build())
     num_devices = num_devices or int(os.environ.get("SIM_DEVICES", "1"))
     if num_devices > driver.most_devices():

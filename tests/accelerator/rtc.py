@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ from tests.accelerator.driver import Driver
 
 _HEADER = Path(__file__).with_name("rtc.h")
 _OPTIONS = ["-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-include", str(_HEADER)]
+
+_VERSION = hashlib.sha256((_HEADER.read_text() + Path(__file__).read_text()).encode()).hexdigest()[:16]
+CACHE = BUILD / "cache" / _VERSION
+"""Folder for kernels kept by the engine: not the user's, and another one for another version of this compiler."""
 
 
 def compiled(source: str, name: str, options: Sequence[str]) -> Path:
@@ -77,10 +82,11 @@ class Compiler:
     def nvrtcCompileProgram(self, program: Any, number: int, options: Any) -> int:
         mine = self._programs[program.value - 1]
         try:
-            mine["CUBIN"] = bytes(compiled(mine["source"], mine["name"], [options[k].decode() for k in range(number)]))
+            library = compiled(mine["source"], mine["name"], [options[k].decode() for k in range(number)])
         except RuntimeError as error:
             mine["ProgramLog"] = str(error).encode()
             return 6
+        mine["CUBIN"] = library.read_bytes()
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +107,10 @@ def utilities(driver: Driver) -> types.SimpleNamespace:
     compiler, loaded = Compiler(), []
 
     def load(image: bytes, names: list[str]) -> dict[str, Any]:
-        library = ctypes.CDLL(image.decode())
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:  # a new name: the loader knows libraries by theirs
+            file.write(image)
+            file.flush()
+            library = ctypes.CDLL(file.name)
         loaded.append(library)
         function = ctypes.cast(library.offload_launch, ctypes.c_void_p)
 

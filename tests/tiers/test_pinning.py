@@ -111,9 +111,9 @@ def test_a_refusal_leaves_what_comes_first_pinned_is_told_once_and_leaves_no_err
     driver: PlayedDriver, piece: int
 ) -> None:
     driver.limit_bytes = 5 * PAGE
-    pinning = Pinning(driver, piece * PAGE)
+    pinning = Pinning(driver, piece * PAGE, margin_bytes=0)
     arenas = [Arena(6 * PAGE, pinning) for _ in range(2)]
-    with pytest.warns(UserWarning, match=r"refused to pin 8 KiB of 24 KiB .* \(CUDA error 2\).* container") as warned:
+    with pytest.warns(UserWarning, match=r"24 KiB .* \(CUDA error 2\): 8 KiB stay .* container") as warned:
         flats = [arena.take(2 * PAGE, torch.uint8) for arena in arenas for _ in range(3)]
     driver.launch()
     assert len(warned) == 1
@@ -130,6 +130,29 @@ def test_a_refusal_leaves_what_comes_first_pinned_is_told_once_and_leaves_no_err
         small = Arena(4 * PAGE, pinning)
         small.take(4 * PAGE, torch.uint8)
     assert small.pinned_bytes == 4 * PAGE, "what still fits is pinned"
+
+
+@pytest.mark.parametrize(
+    ("piece", "margin", "kept"),
+    [(2, 0, 8), (2, 1, 6), (2, 2, 6), (2, 3, 4), (100, 1, 6), (100, 3, 4), (100, 8, 0), (2, 100, 0), (6, 1, 6)],
+)
+def test_after_a_refusal_a_margin_is_given_back(driver: PlayedDriver, piece: int, margin: int, kept: int) -> None:
+    """In pages. Tensors of 2 pages are pinned whole or not at all."""
+    driver.limit_bytes = 8 * PAGE
+    pinning = Pinning(driver, piece * PAGE, margin * PAGE)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        arenas = [Arena(12 * PAGE, pinning) for _ in range(2)]
+        flats = [arena.take(2 * PAGE, torch.uint8) for arena in arenas for _ in range(6)]
+    assert [arena.pinned_bytes // PAGE for arena in arenas] == [kept, 0]
+    assert sum(driver.ranges.values()) == kept * PAGE
+    for flat in flats:
+        driver.copy(flat)
+    driver.launch()
+    if margin:
+        small = Arena(min(margin, 8) * PAGE, Pinning(driver))
+        small.take(small.num_bytes, torch.uint8)
+        assert small.pinned_bytes == small.num_bytes, "the margin is there"
 
 
 @pytest.mark.parametrize("trouble", ["refused", "lost", "forked", "ending"])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offload.app.user_cache import default_cache_dir
 from offload.extras.data.mixture import StoppingStrategy
 from offload.extras.data.sources import Source
+from offload.user_cache import default_cache_dir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from pathlib import Path, PurePath
 
 import xxhash
 
-from offload.app.user_cache import hash_paths
 from offload.errors import ConfigError, first_names, nearest
 from offload.extras.data.file_types import (
     CONTAINERS,
@@ -34,6 +33,7 @@ from offload.extras.data.file_types import (
     suffix_of,
 )
 from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files, with_split
+from offload.user_cache import hash_paths
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"

@@ -16,10 +16,10 @@ import xxhash
 
 from offload.app.config.config import Config
 from offload.app.config.sections import ROW_FORMATS, DataSection
-from offload.app.user_cache import default_cache_dir
 from offload.errors import ConfigError
 from offload.extras.data.cache import unusable
 from offload.extras.data.sources import Source, check_exists
+from offload.user_cache import default_cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

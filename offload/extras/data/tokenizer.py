@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from offload.app.environment import version_of
-from offload.app.user_cache import class_hash, code_hash
 from offload.errors import ConfigError, counted
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.extras.data.sources import hash_text
 from offload.files.pointers import refuse_pointers
 from offload.files.temporary_files import files_written
+from offload.user_cache import class_hash, code_hash
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"

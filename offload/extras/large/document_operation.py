@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.accelerators import runs_gpu_kernels
+from offload.accelerators import open_accelerator, runs_gpu_kernels
 from offload.tiers.blocks import CACHES
 
 _MOST_BATCHES = 64
@@ -68,7 +68,7 @@ class Documents:
             with torch.inference_mode(False):  # a backward may save this tensor
                 borders = torch.tensor(self.borders, dtype=torch.int32, device="cpu")
                 if device.type != "cpu":  # a copy from pageable memory would wait for the stream
-                    borders = borders.pin_memory()
+                    borders = open_accelerator(device).host_memory(len(borders), torch.int32).copy_(borders)
                 self._copies[device] = borders.to(device, non_blocking=True)
         return self._copies[device]
 

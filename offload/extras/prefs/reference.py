@@ -25,7 +25,6 @@ from torch import nn
 from offload.app.config.config import Config
 from offload.app.environment import describe_environment
 from offload.app.stored_model import REFERENCE
-from offload.app.user_cache import class_hash, code_hash, default_cache_dir
 from offload.checkpoint.manifest import raw
 from offload.checkpoint.spread import broadcast_value
 from offload.distributed.comm import Comm, digest
@@ -39,6 +38,7 @@ from offload.extras.data.sources import hash_text
 from offload.extras.prefs.losses import LogProbs
 from offload.native.io import disk_error
 from offload.planning.memory import EXPERT_BUFFER
+from offload.user_cache import class_hash, code_hash, default_cache_dir
 
 _PRINT_INTERVAL_S = 30.0
 _SAME_SHARE = 1e-3

@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -17,11 +19,21 @@ namespace sim {
 
 namespace {
 
+constexpr int kOutOfMemory = 2;  // CUDA's number
+
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, std::shared_ptr<PinnedRange>> ranges;
   int64_t num_registered = 0;
   int64_t registered_bytes = 0;
+  int64_t allocated_bytes = 0;
+
+  // Whether the driver pins so many more bytes. SIM_PIN_MIB is all it pins, as in WSL; without it there is no end.
+  bool hasRoom(size_t bytes) const {
+    static const char* told = std::getenv("SIM_PIN_MIB");
+    static const int64_t most = told ? std::atoll(told) << 20 : INT64_MAX;
+    return registered_bytes + allocated_bytes + int64_t(bytes) <= most;
+  }
 
   // The range that holds any byte of these, the first if there are several.
   std::shared_ptr<PinnedRange> touching(uintptr_t begin, uintptr_t end) const {
@@ -164,12 +176,17 @@ class PinnedAllocator final : public at::HostAllocator {
       range = *found;
       free.erase(found);
     } else {
+      auto& all = registry();
+      std::lock_guard<std::mutex> registry_lock(all.mutex);
+      if (!all.hasRoom(size)) {
+        throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, kOutOfMemory,
+                                    "simulated accelerator error: out of memory to pin");
+      }
       void* made = nullptr;
       TORCH_CHECK(posix_memalign(&made, pageBytes(), size) == 0, "no memory for ", size, " pinned bytes");
       range = std::make_shared<AllocatedRange>(made, size);
-      auto& all = registry();
-      std::lock_guard<std::mutex> registry_lock(all.mutex);
       all.ranges[range->begin()] = range;
+      all.allocated_bytes += int64_t(size);
       stats_.allocated_bytes.increase(size);
     }
     void* address = reinterpret_cast<void*>(range->begin());
@@ -240,6 +257,9 @@ int registerHost(uintptr_t address, size_t bytes) {
   std::lock_guard<std::mutex> lock(all.mutex);
   if (all.touching(address, address + bytes)) {
     return latchError(kAlreadyRegistered);
+  }
+  if (!all.hasRoom(bytes)) {
+    return latchError(kOutOfMemory);
   }
   all.ranges[address] = std::make_shared<RegisteredRange>(address, bytes);
   ++all.num_registered;

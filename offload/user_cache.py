@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any
 import xxhash
 
 _BLOCK_BYTES = 1 << 20
-_PACKAGE = Path(__file__).parents[1]
+_DIGEST_BYTES = 16
+_PACKAGE = Path(__file__).parent
 
 
 def default_cache_dir() -> Path:
@@ -82,10 +83,36 @@ def write_json(path: Path, value: Any) -> None:
     """Write a value atomically, so a concurrent reader sees the old or the new value. Does nothing in a read-only
     folder.
     """
+    _write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def kept_bytes(kind: str, inputs: Iterable[str], make: Callable[[], bytes]) -> bytes:
+    """Return the result of `make`: kept in the folder `kind` for the next process, by a hash of all its `inputs`.
+
+    A file begins with the digest of the rest. A damaged file is made anew.
+    """
+    key = xxhash.xxh3_128()
+    for text in inputs:
+        key.update(f"{len(text)}\0{text}".encode())
+    try:
+        path = default_cache_dir() / kind / key.hexdigest()
+    except RuntimeError:  # user without a home directory
+        return make()
+    with contextlib.suppress(OSError):
+        kept = path.read_bytes()
+        content = kept[_DIGEST_BYTES:]
+        if kept[:_DIGEST_BYTES] == xxhash.xxh3_128_digest(content):
+            return content
+    content = make()
+    _write(path, xxhash.xxh3_128_digest(content) + content)
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.write_bytes(content)
         temporary.replace(path)
     except OSError:  # the value is computed again next time
         with contextlib.suppress(OSError):
