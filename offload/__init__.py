@@ -9,6 +9,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from offload.system import is_wsl
+
 if TYPE_CHECKING:
     from offload.app.config.config import Config as Config
     from offload.app.training.trainer import Trainer as Trainer
@@ -31,10 +33,11 @@ __version__ = "0.1.0"
 
 # OpenMP reads these variables at torch import; CUDA and HIP read theirs at the first GPU use. User values take
 # precedence. OMP_WAIT_POLICY: OpenMP threads spin at barriers by default; with another busy process, a small-model step
-# was measured ten times slower. Allocator: expandable segments let cached memory serve any size.
+# was measured ten times slower. Allocator: expandable segments let cached memory serve any size; under WSL drivers
+# before R615 fail at the first allocation with them.
 # CUDA_DEVICE_MAX_CONNECTIONS: nine to eleven streams would share eight GPU queues.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):  # names in older torch versions
+if not ({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ) or is_wsl()):  # names in older torch
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

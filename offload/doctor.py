@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from offload.app.config.command_line import run_command
+from offload.app.environment import describe_cores
 from offload.errors import format_bytes
 from offload.lanes.timeline import DISK_LANES
 
@@ -80,7 +81,7 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("versions", ", ".join(versions)),
         ("system", about["platform"]),
-        ("cpu", f"{cpu.get('name') or cpu['machine']}, {cpu['num_cores']} cores"),
+        ("cpu", f"{cpu.get('name') or cpu['machine']}, {describe_cores(cpu)}"),
         ("memory", ", ".join(sizes)),
         ("gpu", "\n".join(gpus) or "none: the device is a part of the memory of the CPU"),
     ]

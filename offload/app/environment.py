@@ -7,11 +7,14 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.machine.limits import memory, read_text
+from offload.machine.limits import memory
+from offload.system import cpu_quota, read_text
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
 """(oldest, newest) tested release. Oldest as in pyproject.toml, newest as in constraints.txt."""
@@ -72,6 +75,8 @@ def _cpu() -> dict[str, Any]:
     }
     if hasattr(os, "sched_getaffinity"):
         properties["num_usable_cores"] = len(os.sched_getaffinity(0))
+    if quota := cpu_quota():
+        properties["quota"] = asdict(quota)
     return properties | _processor()
 
 
@@ -104,6 +109,17 @@ def _caches() -> dict[str, int]:
         if level in ("2", "3") and size.endswith("K"):
             sizes[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
     return sizes
+
+
+def describe_cores(cpu: Mapping[str, Any]) -> str:
+    """Return the cores of the machine, of this process, and of the quota, for `cpu` of `describe_environment`."""
+    text = f"{cpu['num_cores']} cores"
+    usable = cpu.get("num_usable_cores", cpu["num_cores"])
+    if usable != cpu["num_cores"]:
+        text += f", {usable} of them visible"
+    if quota := cpu.get("quota"):
+        text += f", a quota of {quota['cores']:.3g} ({quota['where']})"
+    return text
 
 
 def integrated_note(name: str) -> str:

@@ -23,6 +23,7 @@ import psutil
 
 from offload.errors import ConfigError, DoesNotFitError, InterruptedRun, OffloadError, RankLostError
 from offload.interrupts import STOP_SIGNALS, is_wanted
+from offload.system import threads_within_quota
 
 _LAUNCHER = "OFFLOAD_LAUNCHER"  # process id of the launcher, in the environment of each rank
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -53,7 +54,8 @@ def launch(
             "less."
         )
     # torchrun would set 1. Like PyTorch, a rank takes a share of the cores, unless the user sets OMP_NUM_THREADS.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    num_cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_within_quota(max(1, num_cores // num_ranks), num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silences messages about connections closed at exit
     # By this number a rank sees whether the launcher is dead already.
     os.environ[_LAUNCHER] = str(os.getpid())

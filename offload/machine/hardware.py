@@ -116,6 +116,7 @@ class Hardware:
     rates: rates per device.
     num_machines: number of machines in the run, connected by a network.
     sources: source of each figure, by field name.
+    notes: sentences to show beside a plan.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Hardware:
     rates: Rates
     num_machines: int = 1
     sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some fields replaced."""

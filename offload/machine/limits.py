@@ -1,4 +1,5 @@
-"""Limits of host memory (machine, NUMA nodes, control groups, process limits), and CPU cores for ranks on one machine.
+"""Limits of host memory (machine, NUMA nodes, control groups, process limits), and cores and threads for the ranks of
+one machine.
 
 A process over a control group limit is killed by the kernel (SIGKILL, without a message), so the limits are checked in
 advance. A rank uses cores on the NUMA node near the GPU: remote memory has about half the bandwidth, and memory
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
+from offload import system
 from offload.errors import format_bytes, plural
 
-_ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 reports "no limit" as a number slightly below 2**63."""
 
@@ -71,12 +72,12 @@ _VERSIONS = {
         ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
     ),
 }
-"""By file system name. A machine can have both versions; one controls memory."""
+"""By file system name."""
 
 
 def memory_limits(root: Path | None = None) -> list[Limit]:
     """Return all host memory limits, machine memory first. `root`: replaces / in tests."""
-    root = root or _ROOT
+    root = root or system.ROOT
     machine = psutil.virtual_memory()
     whole = Limit("the memory of this machine", "/proc/meminfo", machine.total, machine.available)
     return [whole, *_node_limits(root), *_group_limits(root), *_process_limits(root)]
@@ -98,7 +99,7 @@ def memory() -> dict[str, int]:
 
 def node_bytes(root: Path | None = None) -> dict[int, int]:
     """Return the memory of each NUMA node in bytes; empty: unknown."""
-    return {node: table["MemTotal"] for node, table in _nodes(root or _ROOT).items()}
+    return {node: table["MemTotal"] for node, table in _nodes(root or system.ROOT).items()}
 
 
 def _node_limits(root: Path) -> Iterator[Limit]:
@@ -127,11 +128,11 @@ def _node_limits(root: Path) -> Iterator[Limit]:
 
 def _group_limits(root: Path) -> Iterator[Limit]:
     """Yield the limits of the process control groups and all ancestors. The smallest is effective."""
-    for version, folder in _groups(root):
+    for version, folder in system.groups(root, "memory"):
         files = _VERSIONS[version]
         for name in files.limits:
-            most = _number(folder / name)
-            used = _number(folder / files.usage)
+            most = system.read_number(folder / name)
+            used = system.read_number(folder / files.usage)
             if most is None or used is None or most >= _UNLIMITED_BYTES:
                 continue
             # The page cache counts as used, though the kernel takes it back: a job that has read its data looks full.
@@ -141,31 +142,6 @@ def _group_limits(root: Path) -> Iterator[Limit]:
             yield Limit(
                 "the limit of a control group", where, most, max(0, most - max(0, used - cached)), is_group=True
             )
-
-
-def _groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (version, folder) for each control group able to limit memory, from the process group upwards."""
-    group_paths: dict[str, str] = {}
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")  # version 2 names no controllers
-        if path and (not controllers or "memory" in controllers.split(",")):
-            version = "cgroup" if controllers else "cgroup2"
-            group_paths[version] = path
-    for line in read_text(root / "proc/self/mountinfo").splitlines():
-        mount, _, system = (part.split() for part in line.partition(" - "))
-        version = system[0] if len(system) > 2 and len(mount) > 4 else ""
-        if version not in group_paths or (version == "cgroup" and "memory" not in system[2].split(",")):
-            continue
-        point = root / mount[4].replace("\\040", " ").lstrip("/")
-        # The mount may begin inside the hierarchy, as in a container.
-        below = os.path.relpath(group_paths[version], mount[3])
-        if below.startswith(".."):  # a namespace or container mount hides the real path
-            below = "."
-        folder = point / below
-        yield version, folder
-        while folder != point:  # every parent may have a tighter limit
-            folder = folder.parent
-            yield version, folder
 
 
 def _process_limits(root: Path) -> Iterator[Limit]:
@@ -183,7 +159,7 @@ def _nodes(root: Path) -> dict[int, dict[str, int]]:
     nodes: dict[int, dict[str, int]] = {}
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
         # Lines begin with the node: "Node 0 MemTotal: 1024 kB".
-        lines = [line.split(None, 2)[2] for line in read_text(path).splitlines() if line.count(" ") > 2]
+        lines = [line.split(None, 2)[2] for line in system.read_text(path).splitlines() if line.count(" ") > 2]
         table = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         if table.get("MemTotal"):
             nodes[int(path.parent.name.removeprefix("node"))] = table
@@ -192,24 +168,8 @@ def _nodes(root: Path) -> dict[int, dict[str, int]]:
 
 def _table(path: Path, unit: int | None = None) -> dict[str, str]:
     """Return the "NAME: VALUE" lines of a kernel file as a dict, or "NAME VALUE" lines if `unit` is set."""
-    parts = (line.partition(":" if unit is None else " ") for line in read_text(path).splitlines())
+    parts = (line.partition(":" if unit is None else " ") for line in system.read_text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in parts}
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None: no file, or "max"."""
-    try:
-        return int(read_text(path))
-    except ValueError:
-        return None
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a kernel file; empty: no such file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 _NODES = Path("/sys/devices/system/node")
@@ -233,17 +193,25 @@ class CoreShare:
 
 
 def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
-    """Limit this process to cores on one NUMA node and to a share of threads. No effect with one rank.
+    """Limit this process to a share of the cores and of the CPU quota. No effect with one rank and no quota.
 
-    Sets thread counts for kernels and torch; with several NUMA nodes, also sets the core affinity. Torch threads are
-    only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
+    Sets thread counts for kernels and torch; with several ranks and NUMA nodes, also the core affinity. Torch threads
+    are only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
 
     gpus: GPU PCI address for each local rank, or None.
     """
-    if len(gpus) == 1:
-        return
     import torch
 
+    num_threads = len(usable_cores())
+    if len(gpus) > 1:
+        num_threads = _take_share(local_rank, gpus)
+    num_threads = system.threads_within_quota(num_threads, len(gpus))
+    if num_threads < torch.get_num_threads():
+        torch.set_num_threads(num_threads)
+
+
+def _take_share(local_rank: int, gpus: Sequence[str | None]) -> int:
+    """Limit kernels to the cores and threads of one rank of several. Return the number of cores for its threads."""
     from offload.native import kernels
 
     usable = usable_cores()
@@ -254,8 +222,9 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
         _pin(own_share.cores)
     kernels.set_threads(None)  # physical cores among the allowed ones
     # The cores are shared, and the threads divided: more of them would only wait for each other.
-    kernels.set_threads(max(1, kernels.num_threads() // own_share.num_ranks))
-    torch.set_num_threads(min(torch.get_num_threads(), own_share.num_threads))
+    threads = max(1, kernels.num_threads() // own_share.num_ranks)
+    kernels.set_threads(system.threads_within_quota(threads, len(gpus)))
+    return own_share.num_threads
 
 
 def assign_cores(
@@ -306,7 +275,7 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
     """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
-    node = _number(folder / address / "numa_node")  # -1: the system does not know
+    node = system.read_number(folder / address / "numa_node")  # -1: the system does not know
     if node is not None and node >= 0:
         return node
     return None

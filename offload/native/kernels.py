@@ -37,6 +37,7 @@ from offload.native.arrays import (
 )
 from offload.native.core import core as _core
 from offload.native.core import missing_because as _missing_because
+from offload.system import threads_within_quota
 
 if TYPE_CHECKING:
     import numpy
@@ -50,7 +51,7 @@ _default_isa_number = -1
 if _core:
     _isas = tuple(_core.supported_isas())
     _default_isa_number = _ISA_NUMBERS[_isas[0]]
-_threads = 0  # 0: not set; first use looks up the number of physical cores
+_threads = 0  # 0: not set; first use looks up cores and quota
 
 
 def is_native() -> bool:
@@ -72,7 +73,7 @@ def default_isa() -> str:
 
 def num_threads() -> int:
     """Return the number of threads for `threads=None`: set by `set_threads`, or else the physical cores of this
-    process.
+    process, within the quota of its control groups.
     """
     global _threads
     if _core is None:
@@ -80,12 +81,12 @@ def num_threads() -> int:
 
         return torch.get_num_threads()  # torch computes then
     if _threads == 0:
-        _threads = _core.physical_cores()
+        _threads = threads_within_quota(_core.physical_cores())
     return _threads
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the default number of threads, at least 1. None: number of physical cores."""
+    """Set the default number of threads, at least 1. None: physical cores within the quota."""
     global _threads
     if threads is not None:
         _execution(threads, None)  # raises before the number changes

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload import Engine, Placement
+from offload import Engine, Placement, system
 from offload.accelerators import Accelerator
 from offload.errors import DoesNotFitError
 from offload.extras.plan.probe import Sizes, probe
-from offload.machine import limits
 from tests.accelerator.control import Control
 from tests.accelerator.test_cost import SIMPLE
 from tests.engine.inside import parts_of
@@ -62,7 +61,7 @@ def test_an_integrated_device_s_memory_is_the_host_s(
 
     with open_engine() as engine:
         on_host = sum(num_bytes for tier, _, num_bytes in engine.allocations if tier == "cpu")
-    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
+    monkeypatch.setattr(system, "ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
     open_engine().close()
     monkeypatch.setattr(Accelerator, "is_integrated", True)
     second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # the model's freed memory just compensates

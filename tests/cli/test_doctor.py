@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from offload import doctor
+from offload import doctor, system
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.probe import Sizes, probe
 from offload.extras.tools import diagnosis
 from offload.files import directories
-from offload.machine import limits
 from offload.native import io as native_io
 from offload.native import kernels
 from tests import forks
@@ -57,7 +56,7 @@ def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(diagnosis, "probe", small)
     tree = second_version(tmp_path / "tree", {"/": (900 << 20, 100 << 20, 0)})
-    monkeypatch.setattr(limits, "_ROOT", tree)
+    monkeypatch.setattr(system, "ROOT", tree)
     assert "probe" not in call("--nvme-dir", tmp_path)[1]
     code, found = call("--probe", "--nvme-dir", tmp_path, tmp_path / "missing")
     assert code == 1, "of the directory that is missing"

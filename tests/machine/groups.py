@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from offload.machine import limits
+from offload import system
 
 
 def write(root: Path, files: dict[str, object]) -> Path:
@@ -37,25 +37,31 @@ def second_version(root: Path, groups: dict[str, tuple[object, int, int]]) -> Pa
 
 
 @contextlib.contextmanager
-def real_group(num_bytes: int) -> Iterator[Path | None]:
+def real_group(controller: str, values: Mapping[str, object]) -> Iterator[Path | None]:
     """Make a limited control group below the own group of this process. None: not permitted.
 
-    Processes in the group must end before the context does.
+    values: the limit by name of its file in each version; the group has the first file that the system has. Processes
+    in the group must end before the context does.
     """
-    version = limits._VERSIONS
-    for kind, own in limits._groups(Path("/")):
+    for _, own in system.groups(Path("/"), controller):
         folder = own / f"offload-test-{secrets.token_hex(4)}"
-        name = version[kind].limits[0]
         try:
             folder.mkdir()
         except OSError:
             continue
         try:
-            if not os.access(folder / name, os.W_OK):  # no memory controller here
+            # No file: the controller is elsewhere.
+            names = [name for name in values if os.access(folder / name, os.W_OK)]
+            if not names:
                 continue
-            (folder / name).write_text(str(num_bytes))
+            (folder / names[0]).write_text(str(values[names[0]]))
             yield folder
             return
         finally:
             folder.rmdir()
     yield None
+
+
+def entering(group: Path) -> str:
+    """Return the lines with which a process enters a group."""
+    return f"import os\nfrom pathlib import Path\nPath({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))\n"

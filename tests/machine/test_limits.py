@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from offload import system
 from offload.machine import limits
 from offload.machine.limits import Limit, memory_limits, node_bytes, tightest_limit
 from tests import forks
-from tests.machine.groups import real_group, second_version, write
+from tests.machine.groups import entering, real_group, second_version, write
 
 MIB = 1 << 20
 
@@ -113,7 +114,7 @@ def test_the_least_is_of_a_rank_where_ranks_share_it() -> None:
 
 
 def test_env_json_has_the_least_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (90 * MIB, 0, 0), "/a": (100 * MIB, MIB, 0)}))
+    monkeypatch.setattr(system, "ROOT", second_version(tmp_path, {"/": (90 * MIB, 0, 0), "/a": (100 * MIB, MIB, 0)}))
     assert limits.memory() == {
         "total_bytes": psutil.virtual_memory().total,
         "available_bytes": 90 * MIB,
@@ -149,11 +150,10 @@ def test_a_ulimit_counts_what_is_asked_for(number: str, flag: str) -> None:
 
 
 def test_a_real_group_is_found() -> None:
-    with real_group(3 << 30) as group:
+    with real_group("memory", {"memory.limit_in_bytes": 3 << 30, "memory.max": 3 << 30}) as group:
         if group is None:
             pytest.skip("this user may make no control group of memory")
-        code = f"import os\nfrom pathlib import Path\nPath({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))"
-        said = forks.run(["-c", code + SAY])
+        said = forks.run(["-c", entering(group) + SAY])
         assert said.returncode == 0, said.stderr
         assert str(group) in said.stdout
         assert ": 3 GiB, of which" in said.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from offload.accelerators import Accelerator
 from offload.app.environment import describe_environment
 from offload.errors import ConfigError
 from offload.extras.plan import probe as probing
@@ -119,6 +121,58 @@ def test_both_ways_are_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None
     assert probing._machine_rates(None, Sizes())["both_ways_bytes_per_s"] == 5.0
     assert len(taken) == 4
     assert max(taken) <= 1 << 20
+
+
+class PlayedCard(Accelerator):
+    """Ordinary memory as an accelerator under a played clock, which asking and waiting move on.
+
+    The link takes 11 ms a copy until the card has worked for `asleep_s`, and 1.4 ms from then on.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, asleep_s: float) -> None:
+        super().__init__(torch.device("cpu"), SimpleNamespace(Stream=lambda _: None, stream=nullcontext))
+        self.now_s = 1000.0
+        self._began_s: float | None = None
+        self._asleep_s = asleep_s
+        monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=self._tell))
+        monkeypatch.setattr(probing, "_LINK_BYTES", 33_600)
+        monkeypatch.setattr(probing, "_SIZES", (64,))
+        monkeypatch.setattr(probing, "_FLOPS", {})
+
+    def _tell(self) -> float:
+        self.now_s += 1e-4
+        return self.now_s
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    @property
+    def free_bytes(self) -> int:
+        return 8 << 20
+
+    def wait(self) -> None:
+        if self._began_s is None:
+            self._began_s = self.now_s
+        is_asleep = self.now_s < self._began_s + self._asleep_s
+        self.now_s += 0.011 if is_asleep else 0.0014
+
+
+@pytest.mark.parametrize("asleep_s", [0.0, 0.1, 0.25])
+def test_a_sleeping_card_is_measured_awake(monkeypatch: pytest.MonkeyPatch, asleep_s: float) -> None:
+    """Break: measure at once, or stop waking after two equal figures."""
+    card = PlayedCard(monkeypatch, asleep_s)
+    rates = probing._machine_rates(card, SMALL)
+    assert rates["h2d_bytes_per_s"] == pytest.approx(33_600 / 0.0015)
+    assert rates["d2h_bytes_per_s"] == pytest.approx(33_600 / 0.0015)
+
+
+def test_waking_ends_for_a_card_without_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter(range(1, 10_000))
+    monkeypatch.setattr(probing, "flops_per_second", lambda *_: float(2 ** (next(figures) % 7)))
+    card = PlayedCard(monkeypatch, 0.0)
+    begin_s = card.now_s
+    probing.wake(card)
+    assert probing._MOST_WAKING_S <= card.now_s - begin_s < 1.1 * probing._MOST_WAKING_S
 
 
 def test_rates_are_kept_and_memory_is_looked_at_anew(

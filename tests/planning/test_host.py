@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload import AdamW, Engine, MeZO, Placement
+from offload import AdamW, Engine, MeZO, Placement, system
 from offload.errors import DoesNotFitError
-from offload.machine import limits
 from offload.planning.memory import Allocation, check_host
 from tests import forks
 from tests.engine.device import cpu_only
@@ -83,7 +82,7 @@ def test_an_engine_is_refused_by_a_group_and_to_the_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     def left(num_bytes: int) -> None:
-        monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (num_bytes, 0, 0)}))
+        monkeypatch.setattr(system, "ROOT", second_version(tmp_path, {"/": (num_bytes, 0, 0)}))
 
     def open_engine() -> Engine:
         return Engine(llama(), AdamW(lr=1e-3), Placement(tier, tier))
@@ -102,7 +101,7 @@ def test_an_engine_is_refused_by_a_group_and_to_the_byte(
 
 @cpu_only("an accelerator has memory of its own")
 def test_a_folder_takes_what_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path / "tree", {"/": (MIB, 0, 0)}))
+    monkeypatch.setattr(system, "ROOT", second_version(tmp_path / "tree", {"/": (MIB, 0, 0)}))
     with Engine(llama(), AdamW(lr=1e-3), Placement("auto", "auto", nvme_dir=str(tmp_path))) as engine:
         assert any(tier == "nvme" for tier, _, _ in engine.allocations)
 
@@ -115,7 +114,7 @@ TRAIN = """
 import os, resource, sys
 from pathlib import Path
 from offload.app.config.command_line import run_command
-from offload.machine import limits
+from offload import system
 from offload.train import main
 sys.argv.pop(0)
 {enter}
@@ -153,6 +152,6 @@ def train(tmp_path: Path) -> Enter:
 @cpu_only("the plan is for the host")
 def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path) -> None:
     tree = second_version(tmp_path / "tree", {"/": ("max", 9 << 30, 0), "/job": (6 << 30, 3 << 30, 1 << 30)})
-    said = train(f"limits._ROOT = Path({str(tree)!r})")
+    said = train(f"system.ROOT = Path({str(tree)!r})")
     assert "/sys/fs/cgroup/job/memory.max: 6 GiB, of which 4 GiB is left" in said
     assert re.search(r"\(4294967296 bytes\) are available, .* too few: ", said)

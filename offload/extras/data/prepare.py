@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from offload.app.user_cache import code_hash
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.encoder import Encoder, Progress
@@ -21,6 +20,8 @@ from offload.extras.data.text_encoder import ByteCountScope, EncodedDocument
 from offload.extras.data.token_file import TokenFile, TokenWriter
 from offload.extras.data.tokenizer import hash_tokenizer, versions
 from offload.machine.limits import usable_cores
+from offload.system import threads_within_quota
+from offload.user_cache import code_hash
 
 _PARTS = ("train", "eval")
 _MIN_BYTES_FOR_WORKERS = 32 << 20  # for smaller data, starting processes takes longer than they save
@@ -139,7 +140,7 @@ def _num_useful_workers(source: RowSource) -> int:
     0: this process with the threads of `tokenizers` is faster. Workers help only with much Python work per record, and
     only for long passes.
     """
-    cores = len(usable_cores())
+    cores = threads_within_quota(len(usable_cores()))
     if cores == 1 or not source.has_chats or source.num_bytes < _MIN_BYTES_FOR_WORKERS:
         return 0
     return min(cores, _MOST_WORKERS)

@@ -438,7 +438,7 @@ class Forecaster:
             prepared = plan(machine)
         except DoesNotFitError as error:  # planned all the same, to show what is missing
             refusal, prepared = error.reason, plan(machine, checks=False)
-        work, notes = self._workload(config, prepared, ranks.size), list[str]()
+        work, notes = self._workload(config, prepared, ranks.size), [*hardware.notes]
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")
         if has_accelerator and hardware.num_devices is not None and hardware.num_devices < self.num_ranks:

@@ -23,14 +23,14 @@ import psutil
 import torch
 
 from offload.accelerators import Accelerator, accelerators, device_of, multiplies_fp8, open_accelerator, own_accelerator
-from offload.app.environment import describe_environment
-from offload.app.user_cache import default_cache_dir, hash_paths, read_json, write_json
+from offload.app.environment import describe_cores, describe_environment
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
-from offload.machine.limits import memory_limits, tightest_limit
+from offload.machine.limits import memory_limits, tightest_limit, use_share_of_cores
 from offload.native import kernels
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.host import Arena
+from offload.user_cache import default_cache_dir, hash_paths, read_json, write_json
 
 _SIZES = (512, 4096)
 """Matrix sizes. A GPU needs a large one for full speed; on a CPU a large one takes seconds."""
@@ -44,6 +44,12 @@ _ATTENTION_TOKENS = (256, 4096)
 """Sequence lengths for attention. The long one is for a GPU."""
 _ATTENTION_HEADS = 16
 _ATTENTION_WIDTH = 128
+_WAKING_S = 0.3
+"""Minimum work for an idle accelerator before the first measurement, in seconds."""
+_MOST_WAKING_S = 3.0
+"""Maximum, in seconds."""
+_SAME_RATE = 0.05
+"""Relative difference below which two rates are the same."""
 _NUM_LAUNCHES = 256
 """Small enough for the launch queue of a device."""
 _ROOFLINE_PLANES = 3
@@ -57,7 +63,7 @@ def link_bytes_per_second(accelerator: Accelerator, *directions: str) -> float:
     """
     sides = []
     for direction in directions:
-        on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        on_host = accelerator.host_memory(_LINK_BYTES, torch.uint8)
         on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
         ends = (on_device, on_host) if direction == "h2d" else (on_host, on_device)
         # A stream for each direction: in one, the copies would run one after the other.
@@ -70,6 +76,22 @@ def link_bytes_per_second(accelerator: Accelerator, *directions: str) -> float:
         accelerator.wait()
 
     return len(directions) * _LINK_BYTES / _best_seconds(run)
+
+
+def wake(accelerator: Accelerator) -> None:
+    """Let an accelerator copy and compute until two figures in turn are the same, within `_MOST_WAKING_S`.
+
+    An idle card lowers its clocks and the rate of its link, and takes a while to raise them.
+    """
+    begin = time.perf_counter()
+    before = 0.0, 0.0
+    while True:
+        figures = link_bytes_per_second(accelerator, "h2d"), flops_per_second(accelerator.device, torch.float32)
+        spent_s = time.perf_counter() - begin
+        is_steady = all(abs(new - old) <= _SAME_RATE * new for new, old in zip(figures, before, strict=True))
+        if spent_s >= _MOST_WAKING_S or (is_steady and spent_s >= _WAKING_S):
+            return
+        before = figures
 
 
 def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
@@ -272,6 +294,7 @@ def probe(
     Raises ConfigError for an unusable folder, DoesNotFitError for a full one, and DiskError.
     """
     accelerator = own_accelerator(device)
+    use_share_of_cores(0, [None])  # measured as in a run: within the quota
     places = check_dirs(dirs) if dirs else []
     folder = _user_cache() if cache_dir is None else cache_dir
     key = _machine_key(accelerator)
@@ -311,6 +334,9 @@ def probe(
         num_devices = max(1, len(accelerators()))
         device_bytes = accelerator.free_bytes
     disk_bytes = sum(disks.values()) if places else None
+    notes: tuple[str, ...] = ()
+    if "quota" in key["cpu"]:
+        notes = (f"this process has {describe_cores(key['cpu'])}: torch and the kernels use no more threads.",)
     return Hardware(
         name=properties.get("name") or properties["machine"],
         device=device_of(accelerator).type,
@@ -322,6 +348,7 @@ def probe(
         shares_memory=accelerator is not None and accelerator.is_integrated,
         rates=Rates(**rates),
         sources=dict.fromkeys(rates, source),
+        notes=notes,
     )
 
 
@@ -375,6 +402,7 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         memory = host
         num_bytes = min(room, sizes.core_bytes)
     else:
+        wake(accelerator)
         up, down, both = (
             link_bytes_per_second(accelerator, *directions) for directions in (("h2d",), ("d2h",), ("h2d", "d2h"))
         )

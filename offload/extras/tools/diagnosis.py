@@ -56,7 +56,7 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
     report: dict[str, Any] = {"hardware": asdict(machine), "bounds": find_bounds(machine)}
     report["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
     report["bound_by"] = str(tightest_limit(limits))
-    report |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
+    report |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": [*machine.notes]}
     if machine.shares_memory:
         report["notes"].append(integrated_note(machine.name))
     if lockable is not None:
