@@ -50,6 +50,15 @@ class Work:
     is_cancelled: bool = False
     """True after a cancellation together with the step."""
 
+    def release(self) -> None:
+        """Free the objects of the function and of the tickets."""
+        self.run = _nothing
+        self.reads = self.users = ()
+
+
+def _nothing() -> None:
+    """The function of released work."""
+
 
 def _cancellation(work: Work) -> CancelledError:
     return CancelledError(f"{work.name} was cancelled with its step")
@@ -177,6 +186,7 @@ class ThreadLane(Lane):
     def _serve(self) -> None:
         while (work := self._take()) is not None:
             error = self._execute(work)
+            work.release()  # first: a park that waits for the ticket gives the memory away
             if error is not None and self._abort is not None and not isinstance(error, CancelledError):
                 self._abort(error)  # other ranks wait for this exchange
             with self._lock:
@@ -184,7 +194,7 @@ class ThreadLane(Lane):
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
                     self.error, self._failed_at = error, work.ticket.position
                 work.ticket.finish(error)
-            del work, error  # free the objects used by finished work now, not when the next work arrives
+            del error  # free the objects in its traceback now, not when the next work arrives
 
     def _take(self) -> Work | None:
         """Wait for work and for the tickets before it. Returns None when the lane ends."""

@@ -285,6 +285,21 @@ def test_an_idle_lane_holds_nothing_of_what_it_has_done(open_threads):
         assert eventually(lambda weight=weight: weight() is None), "though the ticket is kept and the thread idles"
 
 
+def test_work_holds_nothing_once_its_ticket_is_done(open_threads):
+    """Who waits for a ticket may give the memory away, as a park does. Break: release the work after `finish`."""
+    lanes, gate = open_threads(), Gate()
+    lanes.h2d.submit(gate)
+    weight = Weight()
+    ticket = lanes.h2d.submit(lambda weight=weight: str(weight))
+    held = weakref.ref(weight)
+    found = []
+    ticket.watchers.append(lambda: found.append(held()))
+    del weight
+    gate.open()
+    within(lambda: lanes.wait([ticket]))
+    assert found == [None]
+
+
 # -- throttles -------------------------------------------------------------------------------------------------
 
 
