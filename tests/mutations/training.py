@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 
 from offload.app.training import trainer
 from offload.app.training.objectives import Objective
+from offload.engine.engine import Engine
 from offload.engine.gradients.updates import Updates
+from offload.engine.loss.chunked_head import ChunkedHead, Part
+from offload.extras.distill import losses
+from offload.extras.distill.losses import Distillation
 from offload.integrations.optimizer import OffloadOptimizer
 from tests.mutations import enter_as, mutation, replaced
 
@@ -20,6 +25,33 @@ enter_as(
     "tests/integrations/test_trainer.py",
     fuzzed=True,
 )
+
+enter_as(
+    "rounding-errors-of-a-minimum-compared",
+    replaced(Distillation, "trial", lambda self: self),
+    "tests/training/test_distill.py::test_logits_of_all_tokens_never_exist",
+)
+
+
+@mutation("tests/training/test_parity.py::test_a_method_is_compared_with_its_own_loss")
+def loss_of_one_side_has_another_temperature(patch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def colder(self: Engine, batch: Any, loss_fn: Any = None) -> Any:
+        loss_fn._temperature = 0.9
+        return step(self, batch, loss_fn)
+
+    patch.setattr(Engine, "step", colder)
+
+
+@mutation("tests/training/test_distill.py::test_logits_of_all_tokens_never_exist")
+def head_of_the_teacher_over_all_tokens(patch: pytest.MonkeyPatch) -> None:
+    class Whole(ChunkedHead):
+        def parts(self, inputs: Any, slopes: Any = None) -> Iterator[Part]:
+            self._run(inputs.output, input_ids=inputs.batch["input_ids"])
+            return super().parts(inputs, slopes)
+
+    patch.setattr(losses, "ChunkedHead", Whole)
 
 
 @mutation("tests/training/test_trainer.py::test_the_learning_rate_follows_the_schedule")

@@ -30,6 +30,8 @@ from tests import forks
 from tests.engine.fp8 import LEAST_SIZE
 from tests.run_folder import write_shape, write_text
 from tests.training.conftest import SHAPES
+from tests.training.test_distill import write_wide
+from tests.training.test_resume import make_folder
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
 DISK = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", ".")
@@ -107,6 +109,87 @@ def test_what_is_exact_is_equal_bit_for_bit(
     if "--train.matmul" in settings:
         assert found["notes"] == [f"products in {settings[1]} are made by the same functions on both sides."]
     assert found["first_difference"] is None
+
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "distill": ("--distill.teacher", "base", "--data.tokenizer", "base", "--distill.labels", "0.2"),
+    "contrastive": ("--data.source", "queries.jsonl", "--contrastive.negatives", "1", "--contrastive.sizes", "32,16"),
+    "dpo": ("--data.source", "pairs.jsonl", "--prefs.reference", "base", "--data.tokenizer", "base"),
+    "orpo": ("--data.source", "pairs.jsonl"),
+    "reward": ("--data.source", "pairs.jsonl"),
+}
+
+
+@pytest.fixture
+def of_method(run: Run, folder: Path) -> Run:
+    """Run the command for a method, with a folder of another model and with rows of its kind."""
+    if not (folder / "base").exists():
+        make_folder("llama", folder / "base")
+        texts = [(f"is {number} there?", f"yes, {number} is there.", f"no {number}.") for number in range(30)]
+        queries = [{"query": query, "positive": one, "negatives": [other]} for query, one, other in texts]
+        pairs = [{"prompt": prompt, "chosen": one, "rejected": other} for prompt, one, other in texts]
+        for name, rows in {"queries": queries, "pairs": pairs}.items():
+            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return lambda method, *more: run("--train.method", method, *METHODS[method], *HOST, *more)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["distill", "contrastive", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "reward"))],
+)
+def test_a_method_is_compared_with_its_own_loss(of_method: Run, method: str) -> None:
+    """Break: train one side with the loss of the model."""
+    code, found = of_method(method)
+    assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
+    assert len({step["loss"]["offloaded"] for step in found["steps"]}) == 3
+    assert len(found["notes"]) == (method == "dpo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same_order", ["false", "true"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_in_parts_is_within_the_tolerance(of_method: Run, method: str, same_order: str) -> None:
+    """Break: cut the rows of a loss over the whole batch; cut a pair."""
+    passes = "3"
+    if method == "contrastive":
+        passes = "1"  # the command refuses more
+    parts = ("--train.micro_batch_size", "2", "--train.passes", passes, "--train.head_chunk_bytes", "40KiB")
+    code, found = of_method(method, *parts, "--same-order", same_order)
+    assert (code, found["equal"]) == (0, True)
+    assert found["weights"]["distance"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen_weights", ["exact", "nf4"])
+@pytest.mark.parametrize(
+    "adapter", [(), pytest.param(("--lora.rank", "4", "--model.path", "wide"), marks=PEFT)], ids=str
+)
+def test_a_teacher_in_codes_is_compared(of_method: Run, folder: Path, frozen_weights: str, adapter: Any) -> None:
+    """Also the base of an adapter as its teacher. Break: leave the codes of the teacher out of the resident side."""
+    write_wide(folder / "wide")
+    coded = ("--train.precision", "bf16", "--offload.frozen_weights", frozen_weights)
+    code, found = of_method(
+        "distill", "--distill.teacher", "wide", *adapter, *coded, *DISK, "--offload.device_memory", "2MiB"
+    )
+    assert (code, found["bit_equal"]) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["distill", "contrastive"])
+def test_another_loss_on_one_side_is_found(of_method: Run, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """A weight of the resident teacher, or a number of the loss."""
+    begin = ResidentTrainer.__init__
+
+    def change(resident: ResidentTrainer, model: Any, *args: Any, loss_fn: Any, **settings: Any) -> None:
+        if method == "distill":
+            model.get_parameter("teacher.model.layers.1.mlp.up_proj.weight").data.mul_(2)
+        else:
+            loss_fn._temperature *= 1 + 2**-20
+        begin(resident, model, *args, loss_fn=loss_fn, **settings)
+
+    monkeypatch.setattr(ResidentTrainer, "__init__", change)
+    code, found = of_method(method)
+    assert (code, found["first_difference"]["step"], found["first_difference"]["what"]) == (1, 1, "loss")
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

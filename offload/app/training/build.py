@@ -38,7 +38,7 @@ from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import attached_names, rebuild_model
 from offload.app.training.decisions import FROM_NUM_STEPS, decide, resolve, resolve_rows, resolve_saved_rows
 from offload.app.training.isolation import isolate
-from offload.app.training.objectives import OBJECTIVES, Objective
+from offload.app.training.objectives import OBJECTIVES, BuildModel, Objective
 from offload.app.training.parts import MeasuredFill, build_engine, describe_differences, describe_length, stages
 from offload.app.training.planner import PlacementDecision, decide_placement, planned_advice
 from offload.app.training.ranks import rank_0_first
@@ -74,6 +74,7 @@ class Run:
     - extra_files: further files for each checkpoint.
     - meta: run position from the checkpoint to resume from. None: a new run.
     - build_base: builds the initial model again.
+    - build_other: builds another model for the loss again.
     - disk_needs: bytes needed on the disk with the run folder.
     """
 
@@ -87,6 +88,7 @@ class Run:
     extra_files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
     build_base: BuildBase
+    build_other: BuildModel
     disk_needs: DiskNeeds
 
 
@@ -163,6 +165,23 @@ class RunSetup(NamedTuple):
         """See `TaskKind.build`."""
         return rope_limit(self.architecture)
 
+    def objective(self, config: Config, data: Task) -> Objective:
+        """Return the objective, whose loss may need `with_companions`. Raises ConfigError."""
+        kind = OBJECTIVES[config.train.method]
+        return kind.of(config, self.model_kind.name, data.tokenizer, self.vocab_size)
+
+    def with_companions(self, config: Config, objective: Objective, built: BuiltModel, build: BuildModel) -> BuiltModel:
+        """Return the prepared model with those beside it that the loss needs, and give the objective this loss.
+
+        Raises ConfigError.
+        """
+        kind = OBJECTIVES[config.train.method]
+        companions = kind.companions(config, built.model, build)
+        objective.loss = kind.loss_over(config, built.model, companions, self.vocab_size) or objective.loss
+        for name, companion in companions.items():
+            built = beside(built, name, companion)
+        return built
+
 
 def make_run(
     start: ResumePoint,
@@ -220,6 +239,7 @@ def make_run(
         extra_files={**attached_names(model.files), **opened.files},
         meta=meta,
         build_base=partial(build.build_base, final),
+        build_other=partial(build.build_other, final),
         disk_needs=opened.disk_needs,
     )
 
@@ -244,7 +264,7 @@ class _Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class _Build:
-    """Steps of `make_run`, with the arguments. Collective, except `build_base`."""
+    """Steps of `make_run`, with the arguments. Collective, except `build_base` and `build_other`."""
 
     start: ResumePoint
     comm: Comm
@@ -291,7 +311,7 @@ class _Build:
             dtype=DTYPES[str(config.train.precision)],
         )
 
-    def _build_other(self, config: Config, section: ModelSection) -> BuiltModel:
+    def build_other(self, config: Config, section: ModelSection) -> BuiltModel:
         """Return another model, unfilled, which does not train."""
         built = build_model(
             section,
@@ -310,7 +330,7 @@ class _Build:
     def open_frozen(self, config: Config, section: ModelSection) -> Engine:
         """Return an engine over another model, for evaluations alone. Collective."""
         with share_failure(self.comm, "making of another model"):
-            built = self._build_other(config, section)
+            built = self.build_other(config, section)
             built.model.requires_grad_(False)
             # An engine needs a parameter that trains, and the smallest one costs least.
             min(built.model.parameters(), key=torch.Tensor.numel).requires_grad_(True)
@@ -321,8 +341,7 @@ class _Build:
     def make_model(self, config: Config, data: Task) -> _Model:
         setup, whole = self.setup, self.whole
         with share_failure(self.comm, "making of the model"):
-            kind = OBJECTIVES[config.train.method]
-            objective = kind.of(config, setup.model_kind.name, data.tokenizer, setup.vocab_size)
+            objective = setup.objective(config, data)
             for text in (*data.describe(objective), *describe_length(config, data)):
                 self.say(text)
             self._set_token_ids(config, data)
@@ -338,16 +357,13 @@ class _Build:
             for text in built.notes:
                 self.note(text)
             built.model.train()
-            companions = kind.companions(config, built.model, partial(self._build_other, config))
-            objective.loss = kind.loss_over(config, built.model, companions, setup.vocab_size) or objective.loss
+            built = setup.with_companions(config, objective, built, partial(self.build_other, config))
             routes = getattr(setup.architecture.get_text_config(), "output_router_logits", False)
             if routes and objective.loss is not None:
                 self.note(
                     "output_router_logits of the model's configuration has no effect: train.method "
                     f"{config.train.method} has no loss of the router."
                 )
-            for name, companion in companions.items():
-                built = beside(built, name, companion)
         return _Model(built, objective, files)
 
     def _set_token_ids(self, config: Config, data: Task) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload.app.training.objectives import Batch
-from offload.engine.loss.loss import find_loss
+from offload.engine.loss.loss import LossFunction, run_loss
 from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, decoded
@@ -75,6 +75,7 @@ class ResidentTrainer:
     - late_after: first step, counted from 0, whose update becomes visible one step late. None: never.
     - sums_by_unit: sum gradients like the engine. If a unit uses an input in several places, the engine sums their
       gradients before passing them on; plain autograd follows the order of the whole graph.
+    - loss_fn: as for `Engine.step`. Its companions are in the model.
 
     bf16 gradients are summed in fp32 over batch parts and over the places of a tied weight, and rounded once (see
     docs/reference/numerics.md). For this purpose each place of a tied weight has a separate parameter; all follow one
@@ -96,6 +97,7 @@ class ResidentTrainer:
         sums_by_unit: bool = False,
         frozen_weights: str = "exact",
         link_weights: str = "exact",
+        loss_fn: LossFunction | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -106,6 +108,7 @@ class ResidentTrainer:
         self._seed = seed
         self._skips = skips
         self._late_after = late_after
+        self._loss_fn = loss_fn
         self._num_done = 0
         self._infos = describe_parameters(model, rule, precision, frozen_weights, link_weights=link_weights)
         for module in model.modules():
@@ -145,8 +148,10 @@ class ResidentTrainer:
         return [block for block in self._blocks if type(block) in classes]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, master weights), fp32 on the CPU, in torch's parameter order."""
+        """Yield (name, master weights), fp32 on the CPU, in torch's parameter order, without companions."""
         for info, states in zip(self._infos, self._states, strict=True):
+            if info.companion:
+                continue
             yield info.name, states["weights"].cpu().view(info.shape)
 
     def step(self, parts: Sequence[BatchPart]) -> tuple[float, float]:
@@ -157,7 +162,7 @@ class ResidentTrainer:
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for batch, share in parts:
             inputs = {key: value.to(self.device) for key, value in batch.items()}
-            part_loss = find_loss(self.model(**inputs))
+            part_loss = run_loss(self.model, inputs, self._loss_fn)
             if share != 1.0:
                 part_loss = part_loss * share
             part_loss.backward()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,16 @@ from offload.accelerators import open_accelerator, own_accelerator
 from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.command_line import say_nothing
 from offload.app.config.config import Config
-from offload.app.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import (
+    BuiltModel,
+    attention_options,
+    fill_all,
+    is_pretrained,
+    load_model_config,
+    load_whole,
+    model_kind,
+)
 from offload.app.telemetry.progress import work_progress
 from offload.app.training.build import Run, make_run
 from offload.app.training.objectives import Batch
@@ -31,6 +41,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.distributed.share import share
 from offload.engine.engine import Engine
+from offload.engine.loss.loss import Loss, as_loss
 from offload.engine.units.find import describe_parameters
 from offload.engine.units.stages import stages_in_memory
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
@@ -285,11 +296,6 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
     with share_failure(comm, "check of the settings"):
         config.check_source()
         check_settings(config, comm)
-        if config.train.method != "sft":
-            raise ConfigError(
-                f"train.method is {config.train.method}, but the resident side can only train with the model's own "
-                "loss: compare train.method sft with the same settings."
-            )
     with work_progress() if comm.rank == 0 else nullcontext(tell_nobody) as tell:
         result = _train_both(config, num_steps, same_order, comm, say, tell, compares_each_step=False)
         result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
@@ -315,6 +321,9 @@ def _train_both(
     with closing(run.engine), ExitStack() as stack:
         if (accelerator := own_accelerator(config.offload.device)) is not None:
             stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
+        data, _ = run.objective.prepare(run.config, run.engine, run.data, comm, (), say)
+        is_measured = data is not run.data
+        run = replace(run, data=data)
         resident = None
         with share_failure(comm, "making of the resident side"):
             if most is not None and num_steps > most:
@@ -324,6 +333,8 @@ def _train_both(
                 stack.enter_context(stages_in_memory(resident.model, make_settings(run.config)))
         sides = _Sides(run, resident, comm, same_order)
         notes = list(_notes(config, run.engine))
+        if is_measured:
+            notes.append("values of another model, such as a reference, are measured once, and equal on both sides.")
         result = ParityResult(sides.num_ranks, str(run.config.train.precision), same_order, notes)
         # In one group the engine's steps follow each other as in a run, and updates overlap the next forward.
         groups: list[Sequence[int]] = [steps]
@@ -398,7 +409,7 @@ class _Sides:
             return False
         self._engine.lr = rate_at(step, self._run.config)
         self._begin(step)
-        result = self._engine.step(batches[self._share.number])
+        result = self._engine.step(batches[self._share.number], self._run.objective.loss)
         self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
         return True
 
@@ -426,7 +437,7 @@ class _Sides:
     def _batches(self, step: int) -> list[Batch]:
         """Return the rows per rank or sequence group. Empty: end of the data."""
         run, num_shares = self._run, self._share.num_shares
-        size, batches = run.config.train.batch_size, []
+        size, batches = run.config.num_rows, []
         for number in range(num_shares):
             try:
                 rows = run.data.batch(step, number, num_shares)
@@ -460,10 +471,9 @@ class _Sides:
     @property
     def _micro_rows(self) -> int | None:
         """Rows per micro-batch. None: whole batches."""
-        train = self._run.config.train
-        largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
-        if size is not None and size < largest:
-            return size
+        config = self._run.config
+        if config.micro_rows is not None and config.micro_rows < -(-config.num_rows // self._share.num_shares):
+            return config.micro_rows
         return None
 
     @property
@@ -473,17 +483,18 @@ class _Sides:
 
     def _parts(self, batches: list[Batch]) -> list[BatchPart]:
         """Return the resident side's batches: all ranks' rows at once, or in the engine's parts."""
-        count = self._run.objective.count
+        count, loss = self._run.objective.count, as_loss(self._run.objective.loss)
         whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-        if not self._same_order:
+        if not self._same_order or loss.obstacle:
             return [(whole, 1.0)]
         # By targets, not by rows: a loss is a mean over the targets of the batch.
         total = count(whole)
         parts = []
         for batch in batches:
             num_rows = len(next(iter(batch.values())))
-            passes = min(self._num_passes, num_rows)
-            ends = [num_rows * number // passes for number in range(passes + 1)]
+            num_groups = num_rows // loss.group
+            passes = min(self._num_passes, num_groups)
+            ends = [num_groups * number // passes * loss.group for number in range(passes + 1)]
             step = self._micro_rows or num_rows
             for first, end in pairwise(ends):
                 for begin in range(first, end, step):
@@ -531,11 +542,11 @@ class _Sides:
 def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
     """Build the resident side with the initial model of the run. Raises DoesNotFitError."""
     config, engine = run.config, run.engine
-    built = run.setup.trainable.prepare(run.build_base())
+    built, _ = _build(run, lambda _, built: built)
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     # On shapes, before any weight is read.
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
-    built = run.setup.trainable.prepare(_plain_base(run))
+    built, loss = _build(run, partial(_load_plainly, DTYPES[str(config.train.precision)]))
     fill_all(built)
     late_after = None
     if config.train.delay:
@@ -553,25 +564,32 @@ def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
         sums_by_unit=same_order,
         frozen_weights=config.offload.frozen_weights,
         link_weights=config.offload.link_weights,
+        loss_fn=loss,
     )
 
 
-def _plain_base(run: Run) -> BuiltModel:
-    """Return the base model of a run, without an adapter.
+def _build(run: Run, load: Callable[[ModelSection, BuiltModel], BuiltModel]) -> tuple[BuiltModel, Loss | None]:
+    """Return the model of a run again, with companions beside it, and a loss over them. `load` replaces each model."""
+    setup, config = run.setup, run.config
+    objective = setup.objective(config, run.data)
+    built = setup.trainable.prepare(load(config.model, run.build_base()))
+    built = setup.with_companions(config, objective, built, lambda section: load(section, run.build_other(section)))
+    return built, objective.loss
 
-    If a folder has complete, unquantized weights, `from_pretrained` loads them, so the check does not depend on our own
-    reader.
+
+def _load_plainly(dtype: torch.dtype, section: ModelSection, built: BuiltModel) -> BuiltModel:
+    """Return a model as loaded by `from_pretrained`, if its folder has complete, unquantized weights: the check then
+    does not depend on our own reader.
     """
-    base, section = run.build_base(), run.config.model
-    if not is_pretrained(section, base.folder) or base.notes or base.quantized:
-        return base
-    assert base.folder is not None
+    if not is_pretrained(section, built.folder) or built.notes or built.quantized:
+        return built
+    assert built.folder is not None
+    own: Any = built.model.config
     config: Any = load_model_config(section)
-    if run.setup.model_kind.name == "seq2seq":  # chosen by the run where the folder has none
-        config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
-    dtype = DTYPES[str(run.config.train.precision)]
-    plain = load_whole(run.setup.model_kind.auto, base.folder, config, dtype, attention_options(section))
-    return replace(base, model=plain.model, fill=plain.fill)
+    if own.is_encoder_decoder:  # chosen by the run where the folder has none
+        config.decoder_start_token_id = own.decoder_start_token_id
+    plain = load_whole(model_kind(own).auto, built.folder, config, dtype, attention_options(section))
+    return replace(built, model=plain.model, fill=plain.fill)
 
 
 def _check_fit(needs: Mapping[str, int], engine: Engine) -> None:
