@@ -23,6 +23,12 @@ PINNING_ADVICE = (
     "Pinned memory counts in full against the memory limit of the container, pod or job, and WSL2 pins only a part of "
     "its memory: raise that limit, or lower --offload.host_memory. (Shown once.)"
 )
+_FP8_STREAMS = 2, 12
+"""First torch whose FP8 products with row scales follow the current stream on Ada (pytorch #177651)."""
+_HOPPER = 9
+"""Major compute capability of H100, H200 and GH200."""
+_CUDNN_FAULT = (2, 11), (2, 14)
+"""First torch with NaN gradients of cuDNN's attention on Hopper, and first torch without a test (pytorch #196678)."""
 _bounds: dict[torch.device, list[int]] = {}
 """Allocator limits per device, in bytes: first the memory already allocated before any limit, then one entry per active
 `bound`. A process has a single allocator.
@@ -129,6 +135,34 @@ def runs_gpu_kernels(device_type: str) -> bool:
 def multiplies_fp8(device_type: str) -> bool:
     """True if torch multiplies FP8 matrices on this type of device, or (on `meta`) knows the shape of the product."""
     return device_type in ("cuda", "meta")
+
+
+def single_queue(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the environment variable that puts all streams of the device into one hardware queue. Empty: none does."""
+    name = f"{device.type.upper()}_DEVICE_MAX_CONNECTIONS"
+    if environ.get(name) != "1":
+        return ""
+    return name
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Return the first two numbers of torch's version."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def masked_attention_fault(device: torch.device) -> str:
+    """Return the names of torch and GPU where cuDNN's attention with a mask can give NaN gradients. Empty: it does not,
+    or is switched off.
+
+    torch prefers cuDNN there. The gradients of a row are NaN if all its scores are far below zero.
+    """
+    is_used = runs_gpu_kernels(device.type) and not torch.version.hip and torch.backends.cuda.cudnn_sdp_enabled()
+    if not is_used or not _CUDNN_FAULT[0] <= _torch_version() < _CUDNN_FAULT[1]:
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if properties.major != _HOPPER:
+        return ""
+    return f"torch {torch.__version__} on {properties.name}"
 
 
 def open_accelerator(device: torch.device) -> Accelerator:
@@ -273,6 +307,16 @@ class Accelerator:
         """Why the device cannot multiply in FP8 (float8_e4m3fn). Empty: it can, or the products are emulated."""
         return ""
 
+    @property
+    def loses_fp8_stream(self) -> bool:
+        """True if an FP8 product with row scales runs on the default stream, whatever the current one is."""
+        return False
+
+    @property
+    def is_on_default_stream(self) -> bool:
+        """True if this thread computes on the default stream."""
+        return bool(self.current_stream() == self.module.default_stream(self.device))
+
     def current_stream(self) -> torch.Stream:
         """Return the current stream in this thread."""
         return self.module.current_stream(self.device)
@@ -349,6 +393,11 @@ class CudaAccelerator(Accelerator):
         if (properties.major, properties.minor) < _FP8_CAPABILITY:
             return f"has compute capability {properties.major}.{properties.minor}, and FP8 products need 8.9 or above"
         return ""
+
+    @property
+    def loses_fp8_stream(self) -> bool:
+        properties = self.module.get_device_properties(self.device)
+        return (properties.major, properties.minor) == _FP8_CAPABILITY and _torch_version() < _FP8_STREAMS
 
     def empty_cache(self) -> None:
         with suppress(AttributeError):  # torch has no public call for the workspaces of cuBLAS

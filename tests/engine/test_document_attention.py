@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -187,13 +188,56 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         assert torch.equal(again[1], sums)
         return torch.autograd.grad(again[0], leaves, gradient)
 
-    monkeypatch.setattr(document_operation, "has_kernel", lambda query, value: True)
-    monkeypatch.setattr(document_attention, "has_kernel", lambda query, value: True)
+    for module in (document_operation, document_attention):
+        monkeypatch.setattr(module, "has_kernel", lambda query, value: True)
+    with kernels(forward, backward):
+        yield calls
+
+
+@contextmanager
+def kernels(forward: Any, backward: Any) -> Iterator[None]:
+    """Let the CPU have these in place of torch's GPU kernels."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", torch.library.fallthrough_kernel, "AutogradCPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        yield calls
+        yield
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("lacks", ["", "forward", "backward"])
+def test_the_kernel_is_tried_with_its_backward(lacks: str, is_traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 has no FlashAttention, and an RTX 4090 no backward for heads of 193 to 224: both compute by the loop."""
+    tried: list[str] = []
+
+    def forward(query: Any, *_: Any, **__: Any) -> Any:
+        tried.append("forward")
+        if lacks == "forward":
+            raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+        empty = query.new_empty(0)
+        return torch.zeros_like(query), query.new_empty(query.shape[1], len(query)).float(), empty, empty, empty
+
+    def backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> Any:
+        tried.append("backward")
+        if lacks == "backward":
+            raise RuntimeError("FlashAttention backward for head dim > 192 requires A100/A800 or H100/H800")
+        return query, key, value
+
+    torch._dynamo.reset()
+    document_operation._runs_kernel.cache_clear()
+    monkeypatch.setattr(document_operation, "runs_gpu_kernels", lambda _device_type: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    attend: Any = document_attention._attend
+    if is_traced:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    inputs, starts = [each.bfloat16() for each in attention_inputs(2, 12, 16)], starts_of(None, 5, 7, 12)
+    with kernels(forward, backward):
+        result, *_ = run_attention(starts, inputs, attend)
+        assert document_operation.has_kernel(inputs[0], inputs[2]) is not bool(lacks)
+    assert bool(result.any()) is bool(lacks), "the kernel played here returns zeros"
+    trial = ["forward", "backward"][: 1 + (lacks != "forward")]
+    assert tried == trial * (1 if lacks else 2), "once for all calls"
+    document_operation._runs_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

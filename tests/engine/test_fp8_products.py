@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.torch_version import TorchVersion
 
 from offload import Engine, Placement
 from offload.accelerators import CudaAccelerator
@@ -198,3 +199,87 @@ def test_devices_without_fp8_are_refused_by_name(monkeypatch: pytest.MonkeyPatch
     text = "train.matmul is fp8_rowwise, but RTX 3090 has compute capability 8.6.*--train.matmul precision"
     with pytest.raises(ConfigError, match=text):
         Fp8Products.over(None, None, Settings(**ROWWISE))  # type: ignore[arg-type]
+
+
+def card(**settings: Any) -> Any:
+    """A card that multiplies in FP8, played by the CPU."""
+    device = torch.device("cpu")
+    usual = {"device": device, "lacks_fp8": "", "loses_fp8_stream": False, "is_on_default_stream": True}
+    return SimpleNamespace(describe=lambda: {"name": "RTX 5090"}, **(usual | settings))
+
+
+def emulated(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, other: torch.Tensor, **_: Any) -> Any:
+    return ((left.float() @ right.float()) * scale * other).bfloat16()
+
+
+def not_supported(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`\nmore")
+
+
+@cpu_only("the card is played by the CPU")
+@pytest.mark.parametrize("settings", [ROWWISE, TENSORWISE])
+@pytest.mark.parametrize(
+    ("product", "problem"),
+    [
+        (emulated, ""),
+        (not_supported, "CUBLAS_STATUS_NOT_SUPPORTED"),
+        (
+            lambda *each, **_: torch.zeros(len(each[0]), each[1].shape[1], dtype=torch.bfloat16),
+            "the sum of 1,024 ones is wrong",
+        ),
+        (
+            lambda *each, **_: torch.full((len(each[0]), each[1].shape[1]), float("nan"), dtype=torch.bfloat16),
+            "is wrong",
+        ),
+    ],
+)
+def test_a_recipe_is_tried_before_the_weights_are_read(
+    settings: dict[str, Any], product: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS has no row scales on some cards and versions; the error came in the first step."""
+    monkeypatch.setattr(products, "own_accelerator", lambda _name: card())
+    monkeypatch.setattr(products, "multiplies_fp8", lambda _device_type: True)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    if not problem:
+        with Engine(model(), **settings) as engine:
+            assert engine.step(tokens(0)).loss.isfinite()
+        return
+    other = ({"fp8_rowwise", "fp8_tensorwise"} - {settings["matmul"]}).pop()
+    text = rf"{settings['matmul']}, but torch .* on RTX 5090 \(.*{problem}.*\): set --train.matmul {other}"
+    with pytest.raises(ConfigError, match=text):
+        Engine(model(), **settings)
+
+
+@cpu_only("the card is played by the CPU")
+def test_products_that_lose_the_stream_are_refused_inside_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = card(loses_fp8_stream=True)
+    monkeypatch.setattr(products, "own_accelerator", lambda _name: found)
+    with Engine(model(), **ROWWISE) as engine:
+        engine.step(tokens(0))
+        found.is_on_default_stream = False
+        with pytest.raises(ConfigError, match=r"on a stream of its own.*install torch 2.12.*fp8_tensorwise"):
+            engine.step(tokens(0))
+        found.is_on_default_stream = True
+        engine.step(tokens(0))
+    found.is_on_default_stream = False
+    for settings, loses in ((TENSORWISE, True), (ROWWISE, False)):
+        found.loses_fp8_stream = loses
+        with Engine(model(), **settings) as engine:
+            engine.step(tokens(0))
+
+
+@pytest.mark.parametrize(
+    ("version", "minor", "loses"), [("2.11.0+cu126", 9, True), ("2.12.0", 9, False), ("2.11.0", 6, False)]
+)
+def test_cards_whose_products_lose_the_stream(
+    version: str, minor: int, loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    found = SimpleNamespace(name="RTX 4090", major=8, minor=minor)
+    streams = {"current_stream": lambda _device: "side", "default_stream": lambda _device: "first"}
+    module = SimpleNamespace(get_device_properties=lambda _device: found, **streams)
+    accelerator = CudaAccelerator(torch.device("cuda"), module)
+    assert accelerator.loses_fp8_stream is loses
+    assert not accelerator.is_on_default_stream
+    module.current_stream = module.default_stream
+    assert accelerator.is_on_default_stream

@@ -132,3 +132,13 @@ def test_graphs_of_shared_sequences_are_recomputed_or_stay() -> None:
         Settings(sequence_parallel=0)
     never = Settings(AdamW(), Placement(graphs="cpu"), sequence_parallel=2, recompute="never")
     assert (never.recompute, Settings(sequence_parallel=2, recompute="auto").recompute) == ("never", "always")
+
+
+def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two communicators launch from two threads; in one queue each could wait for the other."""
+    monkeypatch.setattr(Comm, "device", torch.device("cuda"))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match="sequence_parallel is 1, and CUDA_DEVICE_MAX_CONNECTIONS is 1, so all"):
+        SharedAttention.open(build(llama), 1, Comm(), Counters())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert SharedAttention.open(build(llama), 1, Comm(), Counters()).size == 1

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from offload.accelerators import masked_attention_fault
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate, TileUpdates
 from offload.errors import NonFiniteError
@@ -255,7 +256,13 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
     """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
     infos, squares = updates.settings.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
-    advice = updates.store.values.explain_nonfinite(f"Lower --optimizer.lr or check the data of this step; {SKIPS}")
+    advice = f"Lower --optimizer.lr or check the data of this step; {SKIPS}"
+    if fault := masked_attention_fault(updates.store.device.torch_device):
+        advice = (
+            f"If the model makes attention masks inside its layers, cuDNN may be the cause ({fault}): call "
+            f"torch.backends.cuda.enable_cudnn_sdp(False) first. Otherwise: {advice}"
+        )
+    advice = updates.store.values.explain_nonfinite(advice)
     if not bad:
         largest = max(squares, key=squares.__getitem__)
         raise NonFiniteError(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.accelerators import open_accelerator, runs_gpu_kernels
 from offload.tiers.blocks import CACHES
@@ -20,6 +21,9 @@ _MOST_BATCHES = 64
 """Micro-batches with remembered documents."""
 _MOST_WIDTH = 256
 """Largest head of the GPU kernels, in elements."""
+_TRIED_TOKENS = 16
+_MOST_KINDS = 64
+"""Kinds of heads (device, dtype, width) with a remembered trial."""
 _library = torch.library.Library("offload", "FRAGMENT")
 _library.define(
     "document_attention(Tensor query, Tensor key, Tensor value, Tensor starts, float? scaling) -> (Tensor, Tensor)"
@@ -88,7 +92,25 @@ def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     width = query.shape[-1]
     is_fit = query.dtype in (torch.bfloat16, torch.float16) and width == value.shape[-1] and not width % 8
     is_built = runs_gpu_kernels(query.device.type) and torch.backends.cuda.is_flash_attention_available()
-    return is_built and is_fit and width <= _MOST_WIDTH
+    return is_built and is_fit and width <= _MOST_WIDTH and _runs_kernel(query.device, query.dtype, width)
+
+
+# Once, because each layer of each step asks.
+@lru_cache(_MOST_KINDS)
+def _runs_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Run the kernel and its backward on one document. A GPU may have neither (before Ampere), or no backward for wide
+    heads.
+    """
+    one = Documents([0, _TRIED_TOKENS], _TRIED_TOKENS, _TRIED_TOKENS)
+    # Also while a graph is traced, whose tensors have no values.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        heads = torch.ones(1, 1, _TRIED_TOKENS, width, dtype=dtype, device=device)
+        try:
+            result, sums = _by_kernel(heads, heads, heads, one, None)
+            _backward_by_kernel(result, heads, heads, heads, result, sums, one, None)
+        except RuntimeError:
+            return False
+    return True
 
 
 def by_loop(
@@ -120,6 +142,12 @@ def _forward(
     if not has_kernel(query, value):
         with torch.autocast(query.device.type, enabled=False):  # the result has the dtype of the query
             return by_loop(query, key, value, documents, scaling=scaling), query.new_empty(0, dtype=torch.float32)
+    return _by_kernel(query, key, value, documents, scaling)
+
+
+def _by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     borders, longest, is_causal, options = _kernel_arguments(query, documents, scaling)
     result, sums, *_ = torch.ops.aten._flash_attention_forward(
         *map(_join, (query, key, value)), *borders, *longest, 0.0, is_causal, False, **options
@@ -147,6 +175,19 @@ def _backward(
         gradients = torch.autograd.grad(again, leaves, gradient)
         # With the strides of `_backward_shapes`, on which a compiled graph relies.
         return tuple([each.transpose(1, 2).contiguous().transpose(1, 2) for each in gradients])
+    return _backward_by_kernel(gradient, query, key, value, result, sums, documents, scaling)
+
+
+def _backward_by_kernel(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    sums: torch.Tensor,
+    documents: Documents,
+    scaling: float | None,
+) -> tuple[torch.Tensor, ...]:
     borders, longest, is_causal, options = _kernel_arguments(query, documents, scaling)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0, dtype=torch.float32)
     gradients = torch.ops.aten._flash_attention_backward(

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from offload.accelerators import single_queue
 from offload.distributed.comm import Comm
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import map_tensors
@@ -54,6 +55,12 @@ class SharedAttention(Attention):
 
     @classmethod
     def open(cls, model: nn.Module, size: int, comm: Comm, counters: Counters) -> Attention:
+        if variable := single_queue(comm.device):
+            raise ConfigError(
+                f"train.sequence_parallel is {size}, and {variable} is 1, so all streams of the GPU share a queue. The "
+                "exchanges of attention and the gathers of weights would wait for each other there: unset the "
+                "variable, or set it to 32."
+            )
         return cls(model, comm.neighbours(size), counters)
 
     @staticmethod

@@ -22,19 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.accelerators import multiplies_fp8, own_accelerator
+from offload.accelerators import Accelerator, multiplies_fp8, own_accelerator
 from offload.engine.units.find import find_blocks
 from offload.engine.units.stages import Host, Stage
-from offload.engine.units.unit import CutLayer
+from offload.engine.units.unit import CutLayer, Unit
+from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
 from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.modules import forwards_replaced
 from offload.planning.settings import Settings
 
+ROWWISE = "fp8_rowwise"
 LEAST_SIZE = 1024
 """Smallest K and N of a layer. Below, the casts take longer than the product saves; routers are smaller, too."""
 _MULTIPLE = 16
 """Sizes in FP8 products are multiples of this number."""
+_OTHERS = {ROWWISE: "fp8_tensorwise", "fp8_tensorwise": ROWWISE}
+_TRIED_ERROR = 0.1
+"""Relative error in the trial of a recipe: FP8 has three bits (e4m3) or two (e5m2) after the first."""
+_TRIED_TOKENS = 100
+"""Tokens in the trial of a recipe: no multiple of a tile, as in any batch."""
 
 
 def multiply(left: ScaledMatrix, right: ScaledMatrix, *, is_fast: bool) -> Tensor:
@@ -120,11 +127,15 @@ class Fp8Products(Stage):
     micro-batches, as with one scale for a matrix. Weights are cast in each use, for each micro-batch.
     """
 
-    def __init__(self, inner: Stage, model: nn.Module, settings: Settings, text: str) -> None:
+    def __init__(
+        self, inner: Stage, model: nn.Module, settings: Settings, text: str, accelerator: Accelerator | None
+    ) -> None:
+        """`accelerator`: the device, if its products are right on the default stream alone."""
         super().__init__(inner)
         self._model = model
         self._settings = settings
         self._text = text
+        self._accelerator = accelerator
         self._undo = ExitStack()
 
     @classmethod
@@ -135,6 +146,8 @@ class Fp8Products(Stage):
                 f"train.matmul is {settings.matmul}, but {accelerator.describe()['name']} {accelerator.lacks_fp8}: set "
                 "--train.matmul precision."
             )
+        if accelerator is not None and multiplies_fp8(accelerator.device.type):
+            _try_recipe(accelerator, settings.matmul)
         # Before the first step: a model without these layers would silently train in bf16.
         layers = _check_layers(host.model, settings)
         for unit in host.units:
@@ -147,13 +160,24 @@ class Fp8Products(Stage):
         text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul})"
         if not multiplies_fp8(host.device.torch_device.type):
             text += ", emulated in fp32 on this device (slow)"
-        return cls(inner, host.model, settings, text)
+        if accelerator is not None and not (settings.matmul == ROWWISE and accelerator.loses_fp8_stream):
+            accelerator = None
+        return cls(inner, host.model, settings, text, accelerator)
 
     @classmethod
     def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-        forward = _linear_by_row if settings.matmul == "fp8_rowwise" else _linear_by_matrix
+        forward = _linear_by_row if settings.matmul == ROWWISE else _linear_by_matrix
         # Methods, because torch.compile makes a graph for each object in a `partial`.
         return forwards_replaced({layer: MethodType(forward, layer) for layer in _find_layers(model)})
+
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
+        if self._accelerator is not None and not self._accelerator.is_on_default_stream:
+            raise ConfigError(
+                f"train.matmul is {ROWWISE}, and this loop computes on a stream of its own, but torch "
+                f"{torch.__version__} runs these products of {self._accelerator.describe()['name']} on the default "
+                "stream: leave that stream out, install torch 2.12 or newer, or set --train.matmul fp8_tensorwise."
+            )
+        return super().forward_of(unit, use)
 
     def divert(self) -> None:
         super().divert()
@@ -166,6 +190,30 @@ class Fp8Products(Stage):
     @property
     def description(self) -> str:
         return ".\n".join(filter(None, (self.inner.description, self._text)))
+
+
+def _try_recipe(accelerator: Accelerator, matmul: str) -> None:
+    """Run one layer forward and backward, because torch may lack the products of a recipe for this GPU.
+
+    Raises ConfigError with torch's reason.
+    """
+    options: Any = {"dtype": torch.bfloat16, "device": accelerator.device, "requires_grad": True}
+    tokens, weight = torch.ones(_TRIED_TOKENS, 1024, **options), torch.ones(1024, 1024, **options)
+    problem = "the sum of 1,024 ones is wrong"
+    try:
+        with torch.enable_grad(), torch.inference_mode(False):
+            result = _Product.apply(tokens, weight, matmul == ROWWISE)
+            gradients = torch.autograd.grad(result, (tokens, weight), torch.ones_like(result))
+        # All terms are ones, which FP8 represents up to the rounding of a scale.
+        pairs = zip((result, *gradients), (1024, 1024, _TRIED_TOKENS), strict=True)
+        if all(bool(((product / number - 1).abs() < _TRIED_ERROR).all()) for product, number in pairs):
+            return
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    raise ConfigError(
+        f"train.matmul is {matmul}, but torch {torch.__version__} does not multiply so on "
+        f"{accelerator.describe()['name']} ({problem}): set --train.matmul {_OTHERS[matmul]}, or precision."
+    )
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:
