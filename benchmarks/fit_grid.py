@@ -64,7 +64,7 @@ SMALL = ("rtx-4070",)
 """One card in a small desktop."""
 DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
 SERVER = ("l40s", "a100-80", "h100", "h200", "b200")
-OWN_HOST = ("dgx-spark",)
+OWN_HOST = ("gb10",)
 """One card with its own host memory, in one size."""
 CARDS = (*SMALL, *DESKTOP, *SERVER, *OWN_HOST)
 COUNTS = (1, 2, 8)

@@ -73,7 +73,7 @@ def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
 
 def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(diagnosis, "probe", lambda *_, **__: read_machine("dgx-spark"))
+    monkeypatch.setattr(diagnosis, "probe", lambda *_, **__: read_machine("gb10"))
     monkeypatch.setattr(diagnosis, "lockable_bytes", lambda: 8 << 20)
     monkeypatch.setattr(diagnosis, "node_bytes", lambda: {0: 1, 1: 1})
     slow = {"name": "slow", "pcie_lanes": 8, "pcie_most_lanes": 16}

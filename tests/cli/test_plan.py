@@ -208,7 +208,7 @@ def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """Saved graphs for a step need 196 GiB. The states take 75 GiB, so 30 GiB remain for the device."""
-    words = ("--model.preset", "8b", "--hardware", "dgx-spark", "--train.micro_batch_size", "2")
+    words = ("--model.preset", "8b", "--hardware", "gb10", "--train.micro_batch_size", "2")
     code, found = told(capsys, *words, "--data.sequence_length", "4096", "--optimizer.states", "bf16")
     assert (code, found["fits"]) == (0, True)
     host, device = found["tiers"]["pinned"], found["tiers"]["device"]
