@@ -68,6 +68,25 @@ def _show(diagnosis: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
+    print(f"\nfor a report: {report_line(diagnosis)}")
+
+
+def report_line(diagnosis: dict[str, Any]) -> str:
+    """Return the machine in one line for a problem report, without names of folders or machines."""
+    about, kernels = diagnosis["environment"], diagnosis["kernels"]
+    cpu, memory = about["cpu"], about["memory"]
+    versions, library = about["versions"], "C++"
+    if not kernels["native"]:
+        library = "torch"
+    parts = [f"offload {about['offload']}", f"python {about['python']}"]
+    parts += [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    parts += [about["platform"], f"{cpu.get('name') or cpu['machine']}, {cpu['num_cores']} cores"]
+    if "total_bytes" in memory:
+        parts.append(format_bytes(memory["total_bytes"]))
+    gpus = [f"{gpu['name']} {gpu.get('capability', '')} {gpu['runtime']}" for gpu in about["gpus"]]
+    parts += gpus or ["no gpu"]
+    parts += [f"{library} {kernels['isa']}, {kernels['threads']} threads", diagnosis["io"]["engine"]]
+    return "; ".join(" ".join(part.split()) for part in parts)
 
 
 def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:

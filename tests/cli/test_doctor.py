@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from offload import doctor, system
 from offload.extras.plan.machine_files import read_machine
@@ -46,6 +48,22 @@ def test_the_machine(call):
     assert found["nvme"] == []
 
 
+def test_a_line_for_a_report(tmp_path, capsys, monkeypatch):
+    """One line, whatever the width of the terminal, and no name of a folder."""
+    monkeypatch.setenv("COLUMNS", "40")
+    doctor.main(["--nvme-dir", str(tmp_path)])
+    *_, before, line = capsys.readouterr().out.splitlines()
+    assert before == ""
+    assert line.startswith("for a report: offload ")
+    for words in (f"; torch {torch.__version__}; transformers ", " cores; ", f" {kernels.describe()['isa']}, "):
+        assert words in line
+    assert not {str(tmp_path), platform.node()} & set(line.replace(";", " ").split())
+    environment = {**diagnosis.describe_environment(), "memory": {}}
+    environment["gpus"] = [{"name": "NVIDIA T4", "capability": "7.5", "runtime": "CUDA 12.6"}]
+    found = {"environment": environment, "kernels": kernels.describe(), "io": {"engine": "threads"}}
+    assert "; NVIDIA T4 7.5 CUDA 12.6; " in doctor.report_line(found)
+
+
 def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
     asked = []
 
@@ -79,7 +97,7 @@ def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):
     slow = {"name": "slow", "pcie_lanes": 8, "pcie_most_lanes": 16}
     monkeypatch.setattr(diagnosis, "nvml_gpus", lambda: [slow, {"name": "fast"}])
     doctor.main(["--probe"])
-    lines = capsys.readouterr().out.splitlines()
+    *lines, _report = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     for words in (
@@ -169,7 +187,7 @@ def test_for_people(tmp_path):
     child = forks.run(command, cwd=tmp_path, env=environment)
     assert child.returncode == 1, child.stderr
     assert child.stderr == ""
-    lines = child.stdout.splitlines()
+    *lines, _report = child.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) < 40
     text = "".join("".join(lines).split())
