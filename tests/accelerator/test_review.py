@@ -235,7 +235,7 @@ class Late:
 
 
 def test_staging_does_not_grow_while_copies_are_late(sim):
-    staging, like = device._Staging(), torch.zeros(6)
+    staging, like = device._Staging(own_accelerator("sim")), torch.zeros(6)
     taken = [staging.take(like) for _ in range(device._MOST_STAGED + 2)]  # copied to the host, not read yet
     for memory in taken:
         staging.give_back(memory, Late())

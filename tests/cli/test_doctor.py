@@ -22,7 +22,7 @@ from offload.native import kernels
 from tests import forks
 from tests.disks import nameless
 from tests.forks import ROOT
-from tests.machine.groups import second_version
+from tests.machine.groups import second_version, write
 
 Call = Callable[..., "tuple[int, dict[str, Any]]"]
 
@@ -87,6 +87,18 @@ def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
     text = " ".join(capsys.readouterr().out.split())
     for words in ("GB/s", "memory.max: 900 MiB, of which 800 MiB is left", "AdamW on the host", "the same cores"):
         assert words in text
+
+
+def test_a_quota_of_cpu_time_and_visible_cores_are_told(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
+    tree = second_version(tmp_path, {"/": ("max", 0, 0)})
+    monkeypatch.setattr(system, "ROOT", write(tree, {"sys/fs/cgroup/cpu.max": "765000 100000"}))
+    quota = {"cores": 7.65, "where": "/sys/fs/cgroup/cpu.max"}
+    assert call()[1]["environment"]["cpu"]["quota"] == quota
+    doctor.main([])
+    assert ", 96 cores, 48 of them visible, a quota of 7.65 (/sys/fs/cgroup/cpu.max)" in capsys.readouterr().out
 
 
 def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):

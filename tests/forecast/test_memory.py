@@ -153,6 +153,12 @@ def test_a_machine_with_fewer_devices_than_ranks_is_noted() -> None:
         assert any("has 1 device, and the plan is for --gpus 2" in note for note in notes) is is_noted
 
 
+def test_a_plan_has_the_notes_of_its_machine() -> None:
+    where = config(**{"model.preset": "tiny", "data.sequence_length": 32})
+    machine = GPU.with_(notes=("this process has 96 cores, a quota of 7.65 (...).",))
+    assert Forecaster(where, 1).predict(where, machine, times=False).notes[:1] == machine.notes
+
+
 def config(**values: object) -> Config:
     return Config.load(None, {"model.preset": "small", "data.sequence_length": 256, **values})
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from offload import system
 from offload.accelerators import Accelerator
 from offload.app.environment import describe_environment
 from offload.errors import ConfigError
@@ -25,6 +26,7 @@ from offload.native import io as native_io
 from offload.native import kernels
 from tests.disks import nameless
 from tests.engine.device import cpu_only
+from tests.machine.test_quota import second_version
 
 SMALL = Sizes(link_bytes=1 << 20, core_bytes=1 << 20, device_bytes=1 << 20, disk_bytes=1 << 20, disk_s=0.01)
 RATES = {
@@ -217,6 +219,19 @@ def test_what_depends_on_something_else_is_measured_again(
     other = SimpleNamespace(f_blocks=status.f_blocks + 1, f_frsize=status.f_frsize, f_fsid=status.f_fsid)
     monkeypatch.setattr(os, "statvfs", lambda _: other)
     assert probing._disk_key([tmp_path]) != before
+
+
+def test_a_quota_of_cpu_time_is_noted(tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe("cpu", cache_dir=tmp_path).notes == ()
+    monkeypatch.setattr(system, "ROOT", second_version(tmp_path / "tree", box="150000 100000"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    (note,) = probe("cpu", cache_dir=tmp_path).notes
+    is_bounded = torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+    assert ", a quota of 1.5 (/sys/fs/cgroup/pod/box/cpu.max): torch and the kernels use no more threads." in note
+    assert is_bounded, "measured as in a run"
+    assert measured == ["machine"] * 2, "other rates"
 
 
 DAMAGES: dict[str, Any] = {
