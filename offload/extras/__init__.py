@@ -91,7 +91,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("adapters", "data"),
     "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),
-    "prefs": ("data",),
+    "prefs": ("adapters", "data"),
     "tools": ("large", "plan"),  # machine rates
     "zeroth": ("adapters",),
 }

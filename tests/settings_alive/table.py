@@ -174,6 +174,7 @@ ROWS: tuple[Row, ...] = (
         _row("train.method", "sft orpo reward contrastive", "outcome"),
         _row("train.beta", "0.5", "losses")),
     *_with("pairs", {"data.tokenizer": "model"}, _row("prefs.reference", "model", "losses")),
+    *_with("pairs", {"data.tokenizer": "model", "prefs.reference": "model"}, _row("prefs.way", "beside", "notes")),
     *_with("pairs", {"train.method": "reward"}, _row("train.center_rewards_coefficient", "0.5", "losses")),
     *_with("taught", {},
         _row("train.method", "sft", "outcome"),

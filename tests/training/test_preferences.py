@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from offload import Trainer
+from offload import SGD, Trainer
 from offload.app.stored_model import REFERENCE
+from offload.engine.companions import add_companion
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
 from offload.extras.data.tokenizer import train_bpe
+from offload.extras.prefs.beside import DPOBeside
 from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
@@ -26,6 +28,8 @@ from tests.training.conftest import HOST, SHAPES, lines_of
 from tests.training.test_resume import make_folder
 
 WORDS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
+CHUNKS = {"head_chunk_bytes": 8 * 64 * 4}
+WAYS: dict[str, dict[str, Any]] = {"whole": {}, "chunks": CHUNKS, "chunks, two passes": CHUNKS | {"passes": 2}}
 TEXTS = [
     {"prompt": f"say {word} ", "chosen": f"a {word}" + " fine" * (i % 3), "rejected": f"no {word}" + "." * (i % 4)}
     for i, word in enumerate(WORDS[:4])
@@ -100,6 +104,37 @@ def test_dpo_is_trls(tmp_path: Path) -> None:
     batch["reference"] = torch.zeros(batch["labels"].shape)
     batch["reference"][:, 0] = reference.metrics["log_probs"]
     assert engine_loss(llama(), batch, DPO(0.1)) == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_beside_the_model_is_the_measured_one(way: str) -> None:
+    """Also in two passes. Break: sum the values of both answers; let the reference compute in train mode."""
+    ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[:, :5] = -100
+    labels[1, 17:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    measured = LogProbs()
+    with Engine(llama(initializer_range=0.2)) as engine:
+        engine.evaluate(batch, measured)
+    values = torch.zeros(labels.shape)
+    values[:, 0] = measured.metrics["log_probs"]
+    model, reference = llama(), llama(initializer_range=0.2, attention_dropout=0.5)
+    add_companion(model, "reference", reference)
+    found = {
+        name: trained_twice(each, given, loss, **WAYS[way])
+        for name, each, given, loss in (
+            ("stored", llama(), {**batch, "reference": values}, DPO(0.1)),
+            ("beside", model.train(), batch, DPOBeside(0.1, reference)),
+        )
+    }
+    assert found["beside"] == pytest.approx(found["stored"], abs=1e-6, rel=1e-6)
+
+
+def trained_twice(model: Any, batch: dict[str, torch.Tensor], loss: GroupLoss, **settings: Any) -> list[float]:
+    """Return the losses of two steps."""
+    with Engine(model, SGD(lr=0.5), precision="fp32", **settings) as engine:
+        return [float(engine.step(batch, loss).loss) for _ in range(2)]
 
 
 def test_orpo_is_trls(tmp_path: Path) -> None:
@@ -212,6 +247,30 @@ def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) ->
     own = asked(pairs, model__path=str(tmp_path / "one"), checkpoint__resume=saved)
     _, lines, _ = run("more", **own, prefs__reference=str(reference), **kept, **HOST)
     assert [line["loss"] for line in lines] == losses[1:]
+
+
+@pytest.mark.slow
+def test_a_run_with_the_reference_beside(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Its losses are those of a measured reference, also after a resume, and for the base of an adapter. Break: leave
+    the reference out of the companions; take the adapter into the reference.
+    """
+    for number, name in enumerate(("one", "other")):
+        make_folder("llama", tmp_path / name)
+        torch.manual_seed(number)
+        LlamaForCausalLM(LlamaConfig(**SHAPES["llama"], vocab_size=384)).save_pretrained(tmp_path / name)
+    own = asked(pairs, model__path=str(tmp_path / "one"), optimizer__lr=1e-2, **HOST)
+    for name, more in ("whole", {}), ("adapter", {"lora__rank": 4}):
+        other = "one" if more else "other"
+        losses = {}
+        for way in ("stored", "beside"):
+            given = {**own, **more, "prefs__reference": str(tmp_path / other), "prefs__way": way}
+            _, lines, said = run(f"{name}-{way}", **given, checkpoint__every=1, checkpoint__keep=4)
+            losses[way] = [line["loss"] for line in lines]
+            assert ("reference: " in said) == (way == "stored")
+        assert losses["beside"] == pytest.approx(losses["stored"], abs=1e-6, rel=1e-6)
+        saved = str(tmp_path / f"{name}-beside" / "checkpoints" / "step-1")
+        _, lines, _ = run(f"{name}-more", **given, checkpoint__resume=saved)
+        assert [line["loss"] for line in lines] == losses["beside"][1:]
 
 
 def test_a_reference_with_other_tokens_is_refused(run: Any, pairs: str, tmp_path: Path) -> None:

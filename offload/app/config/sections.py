@@ -694,8 +694,11 @@ class PrefsSection(Section):
 
     reference: str | None = None
     """Folder (or hub name) of the reference of train.method dpo, a causal language model with the tokens of the trained
-    model. The log-probabilities are measured once, within the same budgets, before the trained model is in memory.
-    none: the initial model.
+    model. none: the initial model.
+    """
+    way: Literal["stored", "beside"] = "stored"
+    """stored: the log-probabilities are measured once, within the same budgets, before the trained model is in memory.
+    beside: the reference streams beside the model in each step.
     """
 
 

@@ -200,16 +200,20 @@ class ChunkedHead:
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
         graph.
         """
-        labels = inputs.batch["labels"]
-        label_log_probs = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-        with torch.no_grad():
-            for part in self.parts(inputs):
-                label_log_probs.view(-1)[part.places] = part.values
-                del part  # the logits of one chunk at a time
-        loss, slopes = compute_loss(label_log_probs)
+        loss, slopes = compute_loss(self.label_log_probs(inputs))
         if slopes is not None:
             self._backward(host, inputs, slopes)
         return loss
+
+    @torch.no_grad()
+    def label_log_probs(self, inputs: HeadInputs) -> torch.Tensor:
+        """Return the log-probability of each next label, fp32 [rows, tokens], 0 without a target."""
+        labels = inputs.batch["labels"]
+        values = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+        for part in self.parts(inputs):
+            values.view(-1)[part.places] = part.values
+            del part  # the logits of one chunk at a time
+        return values
 
     def _backward(self, host: Host, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
         """Run forward and backward of every chunk. Return the sum of the terms, fp32."""

@@ -36,6 +36,7 @@ from offload.extras.adapters.adapters import (
     Adaptation,
     config_bytes,
     describe_adapter,
+    keeps_base,
     write_adapter,
 )
 from offload.extras.adapters.residual import to_bytes
@@ -110,6 +111,15 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
     if whole.parent.name == "snapshots":  # a download of the hub: the folder is named by the commit
         revision = whole.name
     return BaseMark(str(whole), revision, digest.hexdigest())
+
+
+def is_base(section: ModelSection, config: Config, model: nn.Module) -> bool:
+    """Return whether the model in `section` is the frozen base of the adapted `model`, with the values of the files."""
+    own = config.model
+    if own.init == "random" or config.lora.restart_every or not keeps_base(model):
+        return False
+    folder, base = locate(section), locate(own)
+    return folder is not None and base is not None and folder.is_dir() and folder.resolve() == base.resolve()
 
 
 def _hash_config(values: Mapping[str, Any], excluded: Collection[str]) -> xxhash.xxh3_128:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import check_companion, companion_at
 from offload.app.hf.models import BuiltModel, load_model_config, locate
 from offload.app.stored_model import TEACHER_MARK
@@ -19,8 +18,8 @@ from offload.distributed.outcomes import share_failure
 from offload.engine.companions import companions_of
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.extras.adapters.adapters import as_base, keeps_base
-from offload.extras.adapters.over_base import mark_base
+from offload.extras.adapters.adapters import as_base
+from offload.extras.adapters.over_base import is_base, mark_base
 from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.distill.losses import Distillation
 
@@ -48,7 +47,7 @@ class FromTeacher(Objective):
     @classmethod
     def companions(cls, config: Config, model: nn.Module, build: BuildModel) -> Mapping[str, BuiltModel]:
         with companion_at(config, KEY) as section:
-            if _is_base(section, config, model):
+            if is_base(section, config, model):
                 return {}
             return {TEACHER: build(section)}
 
@@ -72,15 +71,6 @@ class FromTeacher(Objective):
             say("the teacher is the base of the adapter: no second copy of it streams.")
         with share_failure(comm, "comparison of the teacher"):
             return data, {TEACHER_MARK: _mark(config, folders)}
-
-
-def _is_base(section: ModelSection, config: Config, model: nn.Module) -> bool:
-    """Return whether the teacher is the frozen base of the adapted `model`, which has the values of the files."""
-    own = config.model
-    if own.init == "random" or config.lora.restart_every or not keeps_base(model):
-        return False
-    folder, base = locate(section), locate(own)
-    return folder is not None and base is not None and folder.is_dir() and folder.resolve() == base.resolve()
 
 
 def _mark(config: Config, folders: Sequence[Path]) -> bytes:

@@ -7,20 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.hf.companion import check_companion, companion_at
-from offload.app.hf.models import load_model_config, locate
-from offload.app.training.objectives import Batch, Objective, OpenFrozen, Say
+from offload.app.hf.models import BuiltModel, load_model_config, locate
+from offload.app.training.objectives import Batch, BuildModel, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss, has_target
+from offload.extras.adapters.adapters import as_base
+from offload.extras.adapters.over_base import is_base
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.tokenizer import check_same_tokens
+from offload.extras.prefs.beside import DPOBeside
 from offload.extras.prefs.losses import DPO, ORPO, Reward
 from offload.extras.prefs.reference import measure, read_stored, with_reference
+
+KEY = "prefs.reference"
+NAME = "reference"
+"""Name of the reference among the submodules of the trained model."""
 
 
 class Preferences(Objective):
@@ -48,14 +56,36 @@ class Preferences(Objective):
             "reward": Reward(train.center_rewards_coefficient),
         }
         labels_prompt = config.data.train_on_prompt and train.method == "orpo"
+        if config.prefs.way == "beside":
+            with companion_at(config, KEY) as section:
+                check_same_tokens(KEY, section.path, locate(section), tokenizer)
         return cls(train.method, losses[train.method], labels_prompt, vocab_size)
 
+    @classmethod
+    def companions(cls, config: Config, model: nn.Module, build: BuildModel) -> Mapping[str, BuiltModel]:
+        if config.prefs.way == "stored":
+            return {}
+        with companion_at(config, KEY) as section:
+            if is_base(section, config, model):
+                return {}
+            return {NAME: build(section)}
+
+    @classmethod
+    def loss_over(cls, config: Config, model: Any, companions: Mapping[str, BuiltModel], num_tokens: int) -> DPO | None:
+        if config.prefs.way == "stored":
+            return None
+        if not companions:
+            return DPOBeside(config.train.beta, model.get_base_model(), as_base)
+        reference = companions[NAME].model
+        check_companion(config, KEY, reference.config, num_tokens)
+        return DPOBeside(config.train.beta, reference)
+
     def measure_others(self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, say: Say) -> None:
-        if config.prefs.reference is None:
+        if config.prefs.reference is None or config.prefs.way == "beside":
             return
-        with share_failure(comm, "check of the reference"), companion_at(config, "prefs.reference") as section:
-            check_same_tokens("prefs.reference", section.path, locate(section), data.tokenizer)
-            check_companion(config, "prefs.reference", load_model_config(section), self._num_tokens)
+        with share_failure(comm, "check of the reference"), companion_at(config, KEY) as section:
+            check_same_tokens(KEY, section.path, locate(section), data.tokenizer)
+            check_companion(config, KEY, load_model_config(section), self._num_tokens)
         with open_frozen(section) as engine:
             self._measured = measure(config, engine, data, comm, say)
 
