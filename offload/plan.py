@@ -132,6 +132,9 @@ def _show(prediction: Forecast) -> None:
         for each in sorted(tier_plan["allocations"], key=lambda a: -a["bytes"]):
             table.add_row(f"  {allocation_name(each['name'])}", format_bytes(each["bytes"]))
     memory = prediction.memory
+    for key, first in memory.before.items():
+        for tier, num_bytes in first.peaks.items():
+            table.add_row(f"before the first step, {key}, {TIER_NAMES[tier]}", format_bytes(num_bytes))
     for when, tier, num_bytes in (
         ("while loading", HOST, memory.loading_bytes),
         ("while operations run", HOST, memory.operations_bytes),

@@ -88,6 +88,7 @@ def write_files(folder: Path) -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_LLAMA))
     model.save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**configs["deeper"])).save_pretrained(folder / "deeper")
     for name, size in (("model", 384), ("tokenizer", 300)):
         train_bpe(counted, vocab_size=size).save_pretrained(folder / name)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))

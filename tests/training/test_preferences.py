@@ -13,12 +13,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from offload import SGD, Trainer
+from offload.app.config.config import Config
 from offload.app.stored_model import REFERENCE
 from offload.engine.companions import add_companion
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.data.tokenizer import train_bpe
+from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.prefs.beside import DPOBeside
 from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
@@ -247,6 +250,44 @@ def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) ->
     own = asked(pairs, model__path=str(tmp_path / "one"), checkpoint__resume=saved)
     _, lines, _ = run("more", **own, prefs__reference=str(reference), **kept, **HOST)
     assert [line["loss"] for line in lines] == losses[1:]
+
+
+def compared_with_big(pairs: str, folder: Path) -> tuple[dict[str, Any], int]:
+    """Return the words of a run with a reference larger than its model, and the bytes of the reference."""
+    make_folder("llama", folder / "one")
+    shape = {**SHAPES["llama"], "hidden_size": 128, "intermediate_size": 512}
+    big = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=384))
+    big.save_pretrained(folder / "big")
+    own = asked(pairs, model__path=str(folder / "one"), prefs__reference=str(folder / "big"), **HOST)
+    return own, sum(each.nbytes for each in big.parameters())
+
+
+def test_a_plan_counts_the_reference_that_is_measured_first(pairs: str, tmp_path: Path) -> None:
+    """Break: plan the trained model alone; count the backward of the reference; let its parameters train."""
+    own, weight_bytes = compared_with_big(pairs, tmp_path)
+    machine = read_machine("rtx-4090")
+    overrides = {key.replace("__", "."): value for key, value in own.items()}
+
+    def planned(**more: Any) -> Forecast:
+        config = Config.load(overrides=overrides | more)
+        return Forecaster(config, 1).predict(config, machine, times=False)
+
+    memory = planned().memory
+    first = memory.before["prefs.reference"]
+    assert weight_bytes <= first.named_host_bytes < 1.1 * weight_bytes
+    assert "unit inputs" not in {each.name for each in first.allocations}
+    assert planned(**{"prefs.way": "beside"}).memory.before == {}
+    small = planned(**{"offload.host_memory": memory.named_host_bytes + weight_bytes // 2})
+    assert not small.fits
+    assert "(prefs.reference runs before the first step)" in small.shortage
+
+
+@pytest.mark.slow
+def test_a_reference_that_does_not_fit_is_named(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: leave the error of the engine as it is."""
+    own, weight_bytes = compared_with_big(pairs, tmp_path)
+    with pytest.raises(DoesNotFitError, match=r"prefs\.reference is .*big, .* With all that a step needs"):
+        run("run", **own, offload__host_memory=weight_bytes)
 
 
 @pytest.mark.slow

@@ -538,3 +538,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             f"optimizer.freeze is {' '.join(patterns)}, which matches all {len(named)} parameter names, so nothing is "
             "left to train. Leave one of the expressions out."
         )
+
+
+def freeze_for_evaluation(model: nn.Module) -> None:
+    """Freeze all parameters but the smallest one: an engine needs a parameter that trains."""
+    model.requires_grad_(False)
+    min(model.parameters(), key=torch.Tensor.numel).requires_grad_(True)

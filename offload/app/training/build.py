@@ -18,13 +18,14 @@ from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.environment import integrated_note
-from offload.app.hf.companion import beside
+from offload.app.hf.companion import beside, companion_at
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
     ModelKind,
     build_model,
     check_sequence_length,
+    freeze_for_evaluation,
     is_decoder,
     is_pretrained,
     locate,
@@ -57,7 +58,15 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.companions import companions_of, without_companions
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, common, first_names, format_bytes, untrainable_error
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    common,
+    first_names,
+    format_bytes,
+    untrainable_error,
+)
 from offload.layout.planes import DTYPES
 
 Say = Callable[[str], None]
@@ -223,7 +232,7 @@ def make_run(
     model = build.make_model(config, data)
     planned = decide_placement(config, setup.architecture, data, comm, say, note)
     if not resumes:  # a checkpoint has the values
-        model.objective.measure_others(planned.config, partial(build.open_frozen, planned.config), data, comm, say)
+        model.objective.measure_others(planned.config, partial(build.open_frozen, planned), data, comm, say)
     opened = build.open_engine(planned, model.built)
     meta = load_start(start, opened.engine, say)
     # Only the model with its weights can tell.
@@ -327,14 +336,20 @@ class _Build:
             self.note(f"{section.label}: {text}")
         return built
 
-    def open_frozen(self, config: Config, section: ModelSection) -> Engine:
-        """Return an engine over another model, for evaluations alone. Collective."""
-        with share_failure(self.comm, "making of another model"):
+    def open_frozen(self, planned: PlacementDecision, key: str) -> Engine:
+        """Return an engine over the model that the setting `key` names, for evaluations alone. Collective. Raises
+        ConfigError and DoesNotFitError.
+        """
+        config = planned.config
+        with share_failure(self.comm, "making of another model"), companion_at(config, key) as section:
             built = self.build_other(config, section)
-            built.model.requires_grad_(False)
-            # An engine needs a parameter that trains, and the smallest one costs least.
-            min(built.model.parameters(), key=torch.Tensor.numel).requires_grad_(True)
-        engine = build_engine(config.with_resolved(optimizer__groups=()), built, self.comm)
+            freeze_for_evaluation(built.model)
+        try:
+            with planned_advice(planned.misfit):
+                engine = build_engine(config.with_resolved(optimizer__groups=()), built, self.comm)
+        except DoesNotFitError as error:
+            error.reason = f"{key} is {section.path}, which runs before the first step: {error.reason}"
+            raise
         built.close()
         return engine
 

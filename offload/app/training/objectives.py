@@ -24,8 +24,10 @@ Batch = dict[str, torch.Tensor]
 Say = Callable[[str], None]
 BuildModel = Callable[[ModelSection], BuiltModel]
 """Builds another model, unfilled, for the rows and in the precision of the run. Raises ConfigError."""
-OpenFrozen = Callable[[ModelSection], Engine]
-"""Opens an engine over another model, for evaluations alone. Collective. Raises ConfigError and DoesNotFitError."""
+OpenFrozen = Callable[[str], Engine]
+"""Opens an engine over the model that a setting names, for evaluations alone. Collective. Raises ConfigError and
+DoesNotFitError.
+"""
 
 
 class Objective:
@@ -59,6 +61,13 @@ class Objective:
         ConfigError.
         """
         return None
+
+    @classmethod
+    def measured_first(cls, _config: Config, _build: BuildModel, /) -> Mapping[str, BuiltModel]:
+        """Return the models that `measure_others` runs, each alone, by the settings that name them. Raises
+        ConfigError.
+        """
+        return {}
 
     @classmethod
     def decide(cls, _config: Config, _is_decoder: bool, /) -> Mapping[str, Any]:

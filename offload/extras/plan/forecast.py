@@ -21,6 +21,7 @@ from offload.app.hf.models import (
     BuiltModel,
     empty_model,
     freeze,
+    freeze_for_evaluation,
     is_decoder,
     is_pretrained,
     load_model_config,
@@ -146,7 +147,11 @@ class Forecast:
             f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
             for tier, num_bytes in self.memory.shortfalls.items()
         )
-        return f"{short} too few."
+        before = [key for key, first in self.memory.before.items() if first.shortfalls]
+        named = ""
+        if before:
+            named = f" ({before[0]} runs before the first step)"
+        return f"{short} too few{named}."
 
     @property
     def shortage(self) -> str:
@@ -222,6 +227,7 @@ class Forecast:
             "operations_bytes": self.memory.operations_bytes,
             "lent_bytes": self.memory.lent_bytes,
             "copy_bytes": self.memory.copy_bytes,
+            "before": {key: first.peaks for key, first in self.memory.before.items()},
             "shortfalls": self.memory.shortfalls,
             "step_seconds": getattr(timing, "step_seconds", None),
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
@@ -276,6 +282,8 @@ class Forecaster:
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
     _timed: dict[str, Forecast] = field(default_factory=dict)
     _made: set[tuple[str, bool]] = field(default_factory=set)
+    _evaluates: bool = False
+    """Plan for evaluations alone."""
     _companions: Mapping[str, BuiltModel] = field(default_factory=dict)
     _unplanned: str = ""
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
@@ -311,6 +319,23 @@ class Forecaster:
         for name, companion in self._companions.items():
             built = beside(built, name, companion)
         return built
+
+    @cached_property
+    def _first(self) -> Mapping[str, Forecaster]:
+        """Forecasters of the models that run alone before the first step, by setting."""
+        try:
+            models = OBJECTIVES[self.config.train.method].measured_first(self.config, _on_shapes)
+        except ConfigError:
+            if self.machine is not None:  # a resumed run may do without the folder, and a new one refuses it itself
+                return {}
+            raise
+        found = {}
+        for key, built in models.items():
+            freeze_for_evaluation(built.model)
+            found[key] = Forecaster(self.config, self.num_ranks, built.model.config, self.machine)
+            found[key]._evaluates = True
+            found[key]._built = built
+        return found
 
     def _origin(self) -> tuple[bool, bool]:
         """Return whether weights are read from files, and whether they are planned like a download."""
@@ -458,6 +483,12 @@ class Forecaster:
         memory = footprint(prepared, workload, hardware, self.num_ranks)
         if config.checkpoint.every is not None or config.checkpoint.keep_best:
             memory = with_copy(memory, prepared, trainable_class(config).trained_only)
+        if not self._evaluates:
+            alone = config.with_resolved(optimizer__groups=())
+            before = {key: first.predict(alone, hardware, times=False) for key, first in self._first.items()}
+            memory = replace(memory, before={key: each.memory for key, each in before.items()})
+            reasons = (f"{key}, before the first step: {each.refusal}" for key, each in before.items() if each.refusal)
+            refusal = refusal or next(reasons, "")
         if _lacks_disk_rates(hardware, memory):  # the memory is known all the same, and shown
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
         return Forecast(
@@ -545,6 +576,8 @@ class Forecaster:
                 model, num_tokens = self._built.model, vocab_size(self._architecture)
                 loss = OBJECTIVES[config.train.method].loss_over(config, model, self._companions, num_tokens)
                 found = measure(model, batch, prepared, found_tiles, found_uses, loss)
+                if self._evaluates:
+                    found = found.without_backward()
                 self._workloads[key] = replace(found, num_passes=passes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)

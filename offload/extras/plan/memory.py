@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Footprint:
     lent_bytes: spare device memory, lent to the slots and the gradient buffer after the third step or so. A run needs
         less, so the allocations and `shortfalls` are without it.
     copy_bytes: host memory for a copy of the states while a checkpoint is saved; 0: the run saves none.
+    before: memory of each model that runs alone before the first step, by the setting that names it.
     """
 
     allocations: tuple[Allocation, ...]
@@ -63,10 +64,18 @@ class Footprint:
     kept: Kept
     lent_bytes: int = 0
     copy_bytes: int = 0
+    before: Mapping[str, Footprint] = field(default_factory=dict)
 
     def total(self, *tiers: str) -> int:
         """Return the total bytes on some tiers."""
         return sum(a.num_bytes for a in self.allocations if a.tier in tiers)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes by tier, without operations on the host, which no budget covers."""
+        totals = {tier: self.total(tier) for tier in dict.fromkeys(a.tier for a in self.allocations)}
+        totals["cpu"] = totals.get("cpu", 0) - self.operations_bytes
+        return {tier: num_bytes for tier, num_bytes in totals.items() if num_bytes}
 
     @property
     def operations_bytes(self) -> int:
@@ -80,7 +89,7 @@ class Footprint:
 
     @property
     def shortfalls(self) -> dict[str, int]:
-        """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
+        """Bytes over budget per tier, of the run or of a model before. "cpu" is pinned plus pageable memory."""
         named_bytes, device_bytes = self.named_host_bytes, self.total(DEVICE)
         used_bytes = named_bytes + max(self.operations_bytes, self.loading_bytes)
         if self.is_one_memory:
@@ -88,6 +97,8 @@ class Footprint:
         needs = {DEVICE: device_bytes, HOST: named_bytes, DISK: self.total(DISK)}
         excess = {tier: needs[tier] - budget for tier, budget in self.budgets.items() if budget is not None}
         excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
+        for first in self.before.values():
+            excess.update({tier: max(few, excess.get(tier, 0)) for tier, few in first.shortfalls.items()})
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
 

@@ -188,3 +188,8 @@ class Workload:
     num_passes: int = 1
     chunk_uses: int = 1
     chunk_heads: int = 1
+
+    def without_backward(self) -> Workload:
+        """Return the compute of an evaluation."""
+        calls = (replace(call.without_backward(), backward_temporary_bytes=0) for call in self.calls)
+        return replace(self, calls=tuple(calls))

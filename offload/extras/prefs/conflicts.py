@@ -1,7 +1,7 @@
 """Refused settings beside preference training, and beside training on single texts."""
 
 from offload.app.config.sections import PAIR_METHODS, ROW_FORMATS, TrainSection
-from offload.conflicts import Conflict, is_parallel, is_set, is_unset, other_than
+from offload.conflicts import Conflict, is_set, is_unset, other_than
 
 SINGLE = other_than(*ROW_FORMATS)
 CONFLICTS = (
@@ -17,10 +17,6 @@ CONFLICTS = (
     Conflict("prefs.way", ("beside",), "prefs.reference", is_unset,
         "prefs.reference is not set, and the initial model is no longer in memory",
         "set --prefs.reference to a folder, or leave prefs.way out"),
-    Conflict("prefs.way", ("beside",), "train.sequence_parallel", is_parallel,
-        "train.sequence_parallel is {train.sequence_parallel}, and a reference beside the model does not share rows "
-        "over ranks",
-        "set --train.sequence_parallel 1, or leave prefs.way out"),
     Conflict("train.method", SINGLE, "data.formats", lambda formats, _: "preference" in formats,
         "data.format preference has pairs of a chosen and a rejected answer, and {train.method} learns from single "
         "texts",

@@ -80,13 +80,20 @@ class Preferences(Objective):
         check_companion(config, KEY, reference.config, num_tokens)
         return DPOBeside(config.train.beta, reference)
 
+    @classmethod
+    def measured_first(cls, config: Config, build: BuildModel) -> Mapping[str, BuiltModel]:
+        if config.prefs.reference is None or config.prefs.way == "beside":
+            return {}
+        with companion_at(config, KEY) as section:
+            return {KEY: build(section)}
+
     def measure_others(self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, say: Say) -> None:
         if config.prefs.reference is None or config.prefs.way == "beside":
             return
         with share_failure(comm, "check of the reference"), companion_at(config, KEY) as section:
             check_same_tokens(KEY, section.path, locate(section), data.tokenizer)
             check_companion(config, KEY, load_model_config(section), self._num_tokens)
-        with open_frozen(section) as engine:
+        with open_frozen(KEY) as engine:
             self._measured = measure(config, engine, data, comm, say)
 
     def prepare(
