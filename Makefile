@@ -37,7 +37,7 @@ EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-compared wheels soak fuzz lint type bench
-.PHONY: mutations flaky real-size sanitize check clean offline upstream docs wheel bits shape
+.PHONY: mutations flaky real-size sanitize aarch64 check clean offline upstream docs wheel bits shape
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -65,6 +65,7 @@ help:
 	@echo "make lint      ruff, import-linter, the measure of plain prose, one thought a line"
 	@echo "make type      mypy"
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
+	@echo "make aarch64   the C++ code for ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static"
 	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
 	@echo "make wheel     a wheel for any Linux, and an sdist, in dist/, tried in an environment of its own  (TARGET=aarch64)"
 	@echo "make check     lint, type, test, sanitize"
@@ -252,6 +253,9 @@ build/sanitized-address: $(KERNELS) $(SANITIZED)
 build/sanitized-thread: $(KERNELS) $(SANITIZED)
 	@mkdir -p build
 	$(SANITIZE) -fsanitize=thread -o $@
+
+aarch64: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/native/test_aarch64.py $(ARGS)
 
 check: lint type test sanitize
 

@@ -16,6 +16,7 @@ const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
+    case Isa::neon: return "neon";
     case Isa::scalar: return "scalar";
   }
   return "unknown";
@@ -30,9 +31,12 @@ bool isa_supported(Isa isa) {
              isa_supported(Isa::avx2);
     case Isa::avx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::neon: return false;
     case Isa::scalar: return true;
   }
   return false;
+#elif defined(__aarch64__)
+  return isa == Isa::neon || isa == Isa::scalar;  // every processor has it
 #else
   return isa == Isa::scalar;
 #endif

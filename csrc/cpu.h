@@ -4,8 +4,8 @@
 namespace offload {
 
 // In order of preference, best first; the numbers are the ones that Python passes.
-enum class Isa : int { avx512 = 0, avx2 = 1, scalar = 2 };
-constexpr int kNumIsas = 3;
+enum class Isa : int { avx512 = 0, avx2 = 1, neon = 2, scalar = 3 };
+constexpr int kNumIsas = 4;
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);

@@ -1,5 +1,5 @@
 // Includes OFFLOAD_KERNEL once per instruction set, each time inside its own namespace (offload::scalar, ::avx2,
-// ::avx512) in which `Wide` is that set's vector and `Narrow` a single float for the tails. Define it before including.
+// ::avx512, ::neon) in which `Wide` is that set's vector and `Narrow` a single float for the tails. Define it before including.
 //
 // One compiler target for the whole file would let the linker pick the AVX-512 copy of a shared inline function (a
 // std::vector's, say) for every machine; so the target is raised only around the kernel, and kernels use no std code.
@@ -10,6 +10,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // For functions that keep vectors in registers only when inlined into the surrounding loop.
@@ -53,5 +55,15 @@ namespace {
 }  // namespace
 }  // namespace offload::avx512
 OFFLOAD_TARGET_END
+
+#elif defined(__aarch64__)
+
+namespace offload::neon {
+namespace {
+#include "simd_scalar.inl"
+#include "simd_neon.inl"
+#include OFFLOAD_KERNEL
+}  // namespace
+}  // namespace offload::neon
 
 #endif

@@ -1,5 +1,6 @@
 // The operations on flat arrays in host memory. Pointers need no alignment beyond the element's, lengths are any,
-// arrays of one call do not overlap. Every result is the same bit for bit on every Isa and with any number of threads.
+// arrays of one call do not overlap. Every result is the same bit for bit on every Isa and with any number of threads, but
+// for the sign of a NaN.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     A = TypeVar("A", torch.Tensor, numpy.ndarray[Any, Any])
 
-_ISA_NUMBERS = {"avx512": 0, "avx2": 1, "scalar": 2}  # enum Isa in csrc/cpu.h
+_ISA_NUMBERS = {"avx512": 0, "avx2": 1, "neon": 2, "scalar": 3}  # enum Isa in csrc/cpu.h
 _isas: tuple[str, ...] = ()
 _default_isa_number = -1
 if _core:
