@@ -37,7 +37,9 @@ them.
 """
 TEACHER_MARK = "teacher.txt"
 """Attached file with a fingerprint of the teacher, which a resumed run compares."""
-_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK)
+TEACHER_VALUES = "teacher_values.txt"
+"""Attached file with the name of the teacher's stored probabilities in the cache."""
+_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK, TEACHER_VALUES)
 _IN_FOLDER = "--"
 """Stands for / in the names of attached files: a checkpoint has no folders."""
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once

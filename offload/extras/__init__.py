@@ -87,7 +87,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
-    "distill": ("adapters", "data"),
+    "distill": ("adapters", "data", "prefs"),
     "generate": ("adapters", "data"),
     "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),

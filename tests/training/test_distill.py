@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -31,11 +32,14 @@ from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import beside
 from offload.app.hf.models import build_model, fill_all
 from offload.engine.companions import add_companion
+from offload.engine.loss.loss import Loss
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import as_base
 from offload.extras.data.tokenizer import train_bpe
-from offload.extras.distill.losses import Distillation
+from offload.extras.distill.classes import record_type, top_classes
+from offload.extras.distill.losses import Distillation, StoredDistillation
 from offload.extras.distill.objective import FromTeacher
+from offload.extras.distill.stored import StoredRows, TeacherClasses
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.inside import parts_of
@@ -83,10 +87,10 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: value.to(own_device()) for key, value in batch.items()}
 
 
-def trained(model: Any, loss: Distillation, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(model: Any, loss: Loss, batch: Any = None, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of two steps, and the weights of the student after them."""
     with Engine(model, SGD(lr=0.5), precision="fp32", max_grad_norm=None, **settings) as engine:
-        losses = [engine.step(rows(), loss).loss.item() for _ in range(2)]
+        losses = [engine.step(batch or rows(), loss).loss.item() for _ in range(2)]
         return losses, weights(engine)
 
 
@@ -121,6 +125,72 @@ def test_loss_and_weights_are_trls(beta: float, way: str) -> None:
     assert losses == pytest.approx(wanted, abs=1e-6, rel=1e-6)
     for name, parameter in model.named_parameters():
         assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
+
+
+TOP_K = 5
+
+
+def stored() -> dict[str, torch.Tensor]:
+    """Return rows with the classes of the teacher, measured by an engine."""
+    frozen, batch = teacher(), rows()
+    frozen.lm_head.requires_grad_(False)
+    wanted = TeacherClasses(2.0, TOP_K, VOCABULARY)
+    with Engine(frozen, precision="fp32", **CHUNKS) as engine:
+        engine.evaluate(batch, wanted.loss)
+    labels = batch["labels"].cpu().numpy()
+    ends = (labels[:, 1:] != -100).sum(1).cumsum()
+    values = StoredRows(wanted.taken(), ends).of(np.arange(len(labels)), labels)
+    return {key: value.to(own_device()) for key, value in (batch | values).items()}
+
+
+def of_classes(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of `ids` and of all others together."""
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket
+
+    return _add_tail_bucket(log_probs.gather(-1, ids), torch.ones_like(ids, dtype=torch.bool))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_first_tokens_and_all_others_are_trls(beta: float, way: str) -> None:
+    """TRL's divergence over the most probable tokens of the teacher and a tail bucket. Break: leave out the other
+    tokens; take the most probable tokens of the model; store the classes of the next token.
+    """
+    needs("trl")
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    model, frozen, batch = twin(student()), twin(teacher()).eval(), rows()
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.5), []
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    for _ in range(2):
+        with torch.no_grad():
+            of_teacher = (frozen(**inputs).logits[:, :-1] / 2.0).log_softmax(-1)
+        ids = of_teacher.topk(TOP_K).indices
+        own = (model(**inputs).logits[:, :-1] / 2.0).log_softmax(-1)
+        # Logits of classes: their log-probabilities.
+        divergence = GKDTrainer.generalized_jsd_loss(
+            of_classes(own, ids), of_classes(of_teacher, ids), batch["labels"][:, 1:], beta=beta
+        )
+        optimizer.zero_grad()
+        divergence.backward()
+        optimizer.step()
+        wanted.append(divergence.item())
+    kept = StoredDistillation(record_type(TOP_K, VOCABULARY), beta, temperature=2.0)
+    for losses, own in (
+        trained(*both(beta=beta, temperature=2.0, top_k=TOP_K), **WAYS[way]),
+        trained(student().train(), kept, batch=stored(), **WAYS[way]),
+    ):
+        assert losses == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
+
+
+def test_the_others_are_never_a_difference_from_one() -> None:
+    """Break: compute the probability of the other tokens as 1 minus that of the first."""
+    logits = torch.tensor([[40.0, 0.0, -20.0, -20.0]])
+    classes = top_classes(logits, 1.0, 1)
+    assert classes.log_probs[0, 1] == pytest.approx(-40, rel=1e-6)
+    assert classes.of(logits.log_softmax(1)).equal(classes.log_probs)
 
 
 def test_a_share_of_the_labels_is_their_cross_entropy() -> None:
@@ -403,11 +473,13 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
     assert logits.num_tokens == 64
 
 
-def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["beside", "stored"])
+def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path, way: str) -> None:
     """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
     the teacher among the parameters.
     """
     own = {"offload__device_memory": "1MiB", "train__head_chunk_bytes": 16 * 384 * 4, "train__recompute": "always"}
+    own |= {"distill__way": way, "distill__top_k": 7}
     _, lines, _ = run("run", **asked(folder, **own, train__steps=5))
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     stored = load_file(tmp_path / "run" / "hf" / "model.safetensors")
@@ -548,10 +620,11 @@ def test_packed_documents_stay_below_the_rope_limit_of_the_teacher(run: Any, fol
         run("run", **own)
 
 
-def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path) -> None:
+@pytest.mark.parametrize("way", ["beside", "stored"])
+def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path, way: str) -> None:
     """Break: test the trained model alone."""
-    packed = {"data__packing": True, "data__packing_isolated": True}
+    packed = {"data__packing": True, "data__packing_isolated": True, "distill__way": way, "distill__top_k": 7}
     run("run", **asked(folder, **packed))
     make_folder("mamba", folder)
-    with pytest.raises(ConfigError, match="data.packing_isolated is true, but .* documents in a row would not be"):
+    with pytest.raises(ConfigError, match="documents .*would not be isolated"):
         run("other", **asked(folder, **packed))

@@ -146,6 +146,13 @@ def test_a_method_is_compared_with_its_own_loss(of_method: Run, method: str) -> 
 
 
 @pytest.mark.slow
+def test_a_stored_teacher_is_compared(of_method: Run) -> None:
+    """Break: leave the stored probabilities out of the batches of one side."""
+    code, found = of_method("distill", "--distill.way", "stored", "--distill.top_k", "7")
+    assert (code, found["bit_equal"], len(found["notes"])) == (0, True, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("same_order", ["false", "true"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_in_parts_is_within_the_tolerance(of_method: Run, method: str, same_order: str) -> None:

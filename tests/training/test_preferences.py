@@ -351,7 +351,7 @@ def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monk
 def test_stored_values_of_another_reference_are_computed_again(run: Any, pairs: str, tmp_path: Path) -> None:
     """Break: use the stored values unseen."""
     _, whole, _ = run("first", **asked(pairs))
-    (stored,) = (tmp_path / "cache/offload/reference").glob("*.f32")
+    (stored,) = (tmp_path / "cache/offload/reference").glob("*.bin")
     right = stored.read_bytes()
     stored.write_bytes((np.frombuffer(right, "<f4") * 1.1).astype("<f4").tobytes())
     _, again, said = run("second", **asked(pairs))

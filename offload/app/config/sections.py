@@ -717,6 +717,14 @@ class DistillSection(Section):
     """Divides the logits of teacher and model."""
     labels: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the next-token loss on the labels in the loss; the rest is the divergence."""
+    top_k: Count | None = None
+    """Learn the probabilities of so many tokens, the most probable ones of the teacher, and that of all others
+    together. none: of each token.
+    """
+    way: Literal["beside", "stored"] = "beside"
+    """beside: the teacher runs in each step. stored: the teacher runs once, over all rows before the first step, and
+    its probabilities are read from disk: 8 * distill.top_k + 4 bytes for each token with a target.
+    """
 
 
 class ContrastiveSection(Section):

@@ -157,6 +157,15 @@ def locate(section: ModelSection) -> Path | None:
         raise ConfigError(f"{missing_message(section.path)} As the name of a hub model: {reason}.") from error
 
 
+def is_found(section: ModelSection) -> bool:
+    """Return whether `locate` finds the model."""
+    try:
+        locate(section)
+    except ConfigError:
+        return False
+    return True
+
+
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
     """Return whether weights are read from files. `path`: the result of `locate`."""
     return section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())

@@ -27,6 +27,7 @@ from offload.app.hf.models import (
     check_sequence_length,
     freeze_for_evaluation,
     is_decoder,
+    is_found,
     is_pretrained,
     locate,
     max_positions,
@@ -231,8 +232,8 @@ def make_run(
     # The plan before the engine, and the engine before the states of a checkpoint: these go into the engine's memory.
     model = build.make_model(config, data)
     planned = decide_placement(config, setup.architecture, data, comm, say, note)
-    if not resumes:  # a checkpoint has the values
-        model.objective.measure_others(planned.config, partial(build.open_frozen, planned), data, comm, say)
+    open_frozen = partial(build.open_frozen, planned)
+    model.objective.measure_others(planned.config, open_frozen, data, comm, start.folders, say)
     opened = build.open_engine(planned, model.built)
     meta = load_start(start, opened.engine, say)
     # Only the model with its weights can tell.
@@ -294,7 +295,7 @@ class _Build:
     def prepare_data(self, config: Config) -> Task:
         setup, whole = self.setup, self.whole
         described = config
-        if whole is not None and not _is_found(config.model):  # the checkpoint has everything
+        if whole is not None and not is_found(config.model):  # the checkpoint has everything
             self.note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
             described = config.with_resolved(model__path=str(whole))
         return rank_0_first(
@@ -504,14 +505,6 @@ def choose_trainable_part(
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
             raise untrainable_error(f"model.path is {config.model.path}, which", quantization_method(quantization))
     return trainable_class(config).of(config, architecture, kind, start)
-
-
-def _is_found(section: ModelSection) -> bool:
-    try:
-        locate(section)
-    except ConfigError:
-        return False
-    return True
 
 
 def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,11 @@ class Objective:
         return {}
 
     @classmethod
+    def plan_notes(cls, _config: Config, _vocab_size: int, /) -> Iterable[str]:
+        """Return what a plan does not count."""
+        return ()
+
+    @classmethod
     def decide(cls, _config: Config, _is_decoder: bool, /) -> Mapping[str, Any]:
         """Return open settings of the method, decided before the data are read, as for `Config.with_resolved`.
 
@@ -82,9 +87,11 @@ class Objective:
         """Return the objective for a configuration and a model kind. Raises ConfigError."""
         return choose_objective(model_kind, tokenizer=tokenizer, vocab_size=vocab_size, seed=config.run.seed)
 
-    def measure_others(self, _config: Config, _open: OpenFrozen, _data: Any, _comm: Comm, _say: Say, /) -> None:
-        """Measure values of other models for the loss of a new run, before the engine of the run holds memory.
-        Collective. Raises ConfigError and DiskError.
+    def measure_others(
+        self, _config: Config, _open: OpenFrozen, _data: Any, _comm: Comm, _folders: Sequence[Path], _say: Say, /
+    ) -> None:
+        """Measure values of other models for the loss, before the engine of the run holds memory. Folders: as in
+        `prepare`. Collective. Raises ConfigError, DoesNotFitError and DiskError.
         """
 
     def prepare(

@@ -87,6 +87,10 @@ class Loss:
         """
         return self
 
+    def fill_shapes(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch on `meta` with the values for the loss alone, beside labels: a plan measures with them."""
+        return batch
+
     def check(self, num_rows: int, micro_rows: int | None) -> None:
         """Raise ConfigError if the batch or a micro-batch splits a group."""
         for subject, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):

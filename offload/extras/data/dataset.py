@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,15 @@ class Excerpt(NamedTuple):
     answer: np.ndarray | None
 
 
+class RowValues(Protocol):
+    """Further batch values for a row set, such as another model's."""
+
+    def of(self, rows: np.ndarray, labels: np.ndarray) -> Mapping[str, torch.Tensor]:
+        """Return batch values [n, tokens, ...] by key. rows: indices [n]. labels: int64 [n, tokens], all ignored where
+        a row only fills up a rank's share.
+        """
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Rows for training and evaluation, with their order.
@@ -80,10 +89,8 @@ class Dataset:
     """
     pictures: PictureInputs | None = None
     """Builds picture tensors. None: text only."""
-    values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    """Extra batch values per row: {row set: {batch key: fp32 [rows]}}, with row sets named as in `row_sets`. A batch
-    holds the numbers in the first column, within a zero tensor [rows, sequence_length].
-    """
+    values: Mapping[str, RowValues] = field(default_factory=dict)
+    """Further batch values by row set, named as in `row_sets`."""
 
     @property
     def sequence_length(self) -> int:
@@ -300,10 +307,8 @@ class Dataset:
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
         if self.pictures is not None and (documents := rows.picture_documents(own_rows)) is not None:
             batch |= self.pictures.of(documents, ids)
-        for key, values in self.values.get(name, {}).items():
-            # The shape of the ids lets the engine cut these values into micro-batches like any other input.
-            batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
-            batch[key][:, 0] = torch.from_numpy(values[own_rows])
+        if name in self.values:
+            batch |= self.values[name].of(own_rows, labels)
         return batch
 
     def _width(self, rows: RowSet, lengths: np.ndarray) -> int:

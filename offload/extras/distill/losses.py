@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from offload.engine.loss.batch import IGNORED, Batch, Chunk, next_labels
-from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs
+from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, Part
 from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import Loss, Needs, select_inputs
+from offload.extras.distill.classes import VALUES, Classes, pieces, top_classes
 
 Within = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
-_PIECE_BYTES = 16 << 20
-"""Log-probabilities in fp32 at a time, in bytes: a divergence has some six tensors of this size with its graph."""
+OfTeacher = Callable[[slice, int], Classes]
+"""Maps some of the tokens, and the size of the model's vocabulary, to what the teacher finds at these tokens."""
 
 
 def divergence(log_probs: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
@@ -44,73 +46,49 @@ def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return kl_div(second, first, reduction="none", log_target=True).sum(1)
 
 
-class Distillation(Loss):
+class _Divergence(Loss):
     """Mean divergence from the probabilities of a teacher, in nats, over the tokens with a target.
 
-    teacher: a companion (`add_companion`), a causal model. beta: see `divergence`. temperature: divides the logits of
-    both. labels: share of the cross entropy of the labels in the loss, 0 to 1. within: context in which modules of
-    `teacher` compute as the teacher, such as `as_base` for the base of an adapter (`model.get_base_model()`). The batch
-    has `labels`, int64 [rows, tokens], which no model receives.
-
-    Both heads run in chunks of tokens. The engine compares such a pass with `of` on a few tokens before the first step.
+    beta: see `divergence`. temperature: divides the logits of both. labels: share of the cross entropy of the labels in
+    the loss, 0 to 1. The batch has `labels`, int64 [rows, tokens]. No model receives the values in `own`.
     """
 
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
 
-    def __init__(
-        self,
-        teacher: nn.Module,
-        beta: float = 0.0,
-        temperature: float = 1.0,
-        labels: float = 0.0,
-        within: Within = lambda _modules: nullcontext(),
-    ) -> None:
-        self._base = find_base_model(teacher)
-        needs = Needs.MEAN
-        if self._base is None:  # its forward has logits of all tokens
-            needs = Needs.OUTPUTS
+    def __init__(self, beta: float, temperature: float, labels: float, needs: Needs = Needs.MEAN) -> None:
         super().__init__(needs)
-        self._teacher = teacher
         self._beta = beta
         self._temperature = temperature
         self._labels = labels
-        self._within = within
-        self._modules = list(teacher.modules())
-        below = set((self._base or teacher).modules())
-        self._head = [module for module in self._modules if module not in below]
+
+    @abstractmethod
+    def _of_all(self, batch: Batch) -> OfTeacher:
+        """Return what the teacher finds at all tokens."""
+
+    @abstractmethod
+    def _of_chunks(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[OfTeacher]:
+        """Return what the teacher finds at the tokens of each chunk, to be computed when taken."""
 
     def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """Return the loss, 0-dim, from model outputs with the logits of all tokens."""
         labels = next_labels(batch).flatten()
         is_target = labels != IGNORED
-        with torch.no_grad(), self._within(self._modules):
-            of_teacher = self._teacher(**select_inputs(self._teacher, batch, self)).logits.flatten(0, 1)
-        term = partial(self._term, iter([of_teacher]))
+        term = partial(self._term, iter([self._of_all(batch)]))
         values: torch.Tensor = _Terms.apply(outputs.logits.flatten(0, 1), labels.clamp(min=0), term)
         return -(values * is_target).sum() / is_target.sum()
 
-    def trial(self) -> Distillation:
+    def trial(self) -> _Divergence:
         # A model may begin as its teacher, where the divergence has no slope.
         loss = copy(self)
         loss._labels = max(0.5, self._labels)
         return loss
 
     def term(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Term:
-        return partial(self._term, self._logits(select_inputs(self._teacher, inputs, self), batch, chunks))
-
-    @torch.no_grad()
-    def _logits(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[torch.Tensor]:
-        """Run the teacher below the head. Return its logits [tokens, vocabulary] of each chunk, to be computed then."""
-        assert self._base is not None
-        head = ChunkedHead(self._teacher, self._base)
-        with self._within(self._modules):
-            output = head.base_output(lambda: self._teacher(**inputs))
-        # Not a loop: its variable would hold the logits of a chunk while the next one runs.
-        return map(attrgetter("logits"), head.parts(HeadInputs(output, batch, chunks, term=_no_values)))
+        return partial(self._term, self._of_chunks(inputs, batch, chunks))
 
     def _term(
         self,
-        of_teacher: Iterator[torch.Tensor],
+        of_teacher: Iterator[OfTeacher],
         logits: torch.Tensor,
         labels: torch.Tensor,
         slopes: torch.Tensor | None,
@@ -118,19 +96,19 @@ class Distillation(Loss):
         """Return the negative divergence of each token, and the gradient of the logits. In pieces: fp32 numbers and the
         graph exist for some tokens at a time.
         """
-        with torch.no_grad(), self._within(self._head):
-            teacher = next(of_teacher)
+        with torch.no_grad():
+            find_classes = next(of_teacher)
         values = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         gradient = None
         if slopes is not None:
             gradient = torch.empty_like(logits)
-        size = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
-        for rows in (slice(begin, begin + size) for begin in range(0, len(labels), size)):
+        for rows in pieces(logits):
             leaf = logits.detach()[rows].float().requires_grad_(slopes is not None)
-            others = teacher[rows, : logits.shape[1]].float()  # beyond the tokens both have rows without a meaning
+            with torch.no_grad():
+                classes = find_classes(rows, logits.shape[1])
             with torch.set_grad_enabled(slopes is not None):
-                own, other = (log_softmax(each / self._temperature, 1) for each in (leaf, others))
-                piece = -divergence(own, other, self._beta)
+                own = log_softmax(leaf / self._temperature, 1)
+                piece = -divergence(classes.of(own), classes.log_probs, self._beta)
             values[rows] = piece.detach()
             if gradient is not None and slopes is not None:
                 gradient[rows] = torch.autograd.grad(piece, leaf, slopes[rows])[0]
@@ -141,6 +119,93 @@ class Distillation(Loss):
             if gradient is not None and label_gradient is not None:
                 gradient.mul_(shares[0]).add_(label_gradient, alpha=shares[1])
         return values, gradient
+
+
+class StoredDistillation(_Divergence):
+    """Divergence from stored probabilities of a teacher: the values of a `record_type` at each token of the batch,
+    [rows, tokens, ...]. For other arguments, see `_Divergence`.
+    """
+
+    own: ClassVar[frozenset[str]] = _Divergence.own | frozenset(VALUES)
+
+    def __init__(self, record: np.dtype[Any], beta: float = 0.0, temperature: float = 1.0, labels: float = 0.0) -> None:
+        super().__init__(beta, temperature, labels)
+        self._record = record
+
+    def fill_shapes(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shape = batch["labels"].shape
+        return batch | {
+            key: torch.zeros(*shape, *self._record[key].shape, dtype=dtype, device="meta")
+            for key, dtype in VALUES.items()
+        }
+
+    def _of_all(self, batch: Batch) -> OfTeacher:
+        return self._at(batch, slice(None))
+
+    def _of_chunks(self, _inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[OfTeacher]:
+        return (self._at(batch, chunk.places) for chunk in chunks)
+
+    def _at(self, batch: Batch, places: torch.Tensor | slice) -> OfTeacher:
+        log_probs, ids = (batch[key].flatten(0, 1)[places] for key in VALUES)
+        return lambda rows, _vocabulary: Classes(log_probs[rows], ids[rows])
+
+
+class Distillation(_Divergence):
+    """Divergence from a teacher beside the model.
+
+    teacher: a companion (`add_companion`), a causal model. within: context in which modules of `teacher` compute as the
+    teacher, such as `as_base` for the base of an adapter (`model.get_base_model()`). top_k: learn the probabilities of
+    so many tokens, the most probable ones, and that of all others together; None: of each token. For other arguments,
+    see `_Divergence`.
+
+    Both heads run in chunks of tokens. The engine compares such a pass with `of` on a few tokens before the first step.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        labels: float = 0.0,
+        within: Within = lambda _modules: nullcontext(),
+        top_k: int | None = None,
+    ) -> None:
+        self._base = find_base_model(teacher)
+        needs = Needs.MEAN
+        if self._base is None:  # its forward has logits of all tokens
+            needs = Needs.OUTPUTS
+        super().__init__(beta, temperature, labels, needs)
+        self._teacher = teacher
+        self._within = within
+        self._top_k = top_k
+        self._modules = list(teacher.modules())
+        below = set((self._base or teacher).modules())
+        self._head = [module for module in self._modules if module not in below]
+
+    @torch.no_grad()
+    def _of_all(self, batch: Batch) -> OfTeacher:
+        with self._within(self._modules):
+            outputs = self._teacher(**select_inputs(self._teacher, batch, self))
+        return self._classes_of(outputs.logits.flatten(0, 1))
+
+    @torch.no_grad()
+    def _of_chunks(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[OfTeacher]:
+        """Run the teacher below the head."""
+        assert self._base is not None
+        inputs, head = select_inputs(self._teacher, inputs, self), ChunkedHead(self._teacher, self._base)
+        with self._within(self._modules):
+            output = head.base_output(lambda: self._teacher(**inputs))
+        parts = head.parts(HeadInputs(output, batch, chunks, term=_no_values))
+        # No variable holds the logits of a chunk while the next one runs.
+        return (self._classes_of(self._run_head(parts)) for _ in chunks)
+
+    def _run_head(self, parts: Iterator[Part]) -> torch.Tensor:
+        with self._within(self._head):
+            return next(parts).logits
+
+    def _classes_of(self, logits: torch.Tensor) -> OfTeacher:
+        """`logits`: of the teacher, [tokens, vocabulary]. Beyond the tokens both models have rows without a meaning."""
+        return lambda rows, vocabulary: top_classes(logits[rows, :vocabulary], self._temperature, self._top_k)
 
 
 def _no_values(_logits: torch.Tensor, labels: torch.Tensor, _slopes: torch.Tensor | None) -> tuple[torch.Tensor, None]:

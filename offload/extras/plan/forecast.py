@@ -463,7 +463,9 @@ class Forecaster:
             prepared = plan(machine)
         except DoesNotFitError as error:  # planned all the same, to show what is missing
             refusal, prepared = error.reason, plan(machine, checks=False)
-        work, notes = self._workload(config, prepared, ranks.size), [*hardware.notes]
+        work = self._workload(config, prepared, ranks.size)
+        method_notes = OBJECTIVES[config.train.method].plan_notes(config, vocab_size(self._architecture))
+        notes = [*hardware.notes, *method_notes]
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")
         if has_accelerator and hardware.num_devices is not None and hardware.num_devices < self.num_ranks:

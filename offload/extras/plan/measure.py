@@ -282,7 +282,8 @@ class _WorkloadProbe:
         self.counter.causal_share = batch.document_share
         adapters = adapters_on_shapes(model, self._prepared.structure.candidates, self.counter)
         with self.intercepting(), adapters, self.counter.watching(), torch.enable_grad():
-            tensors, ranks = batch.make(rows), _CountingRanks(batch.shared_by, self.counter)
+            tensors = as_loss(self._loss).fill_shapes(batch.make(rows))
+            ranks = _CountingRanks(batch.shared_by, self.counter)
             kind = ATTENTIONS[DOCUMENTS] if batch.document_length else attention_for(batch.shared_by)
             attention = kind.open(model, batch.shared_by, ranks, Counters())
             attention.divert()

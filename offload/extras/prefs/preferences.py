@@ -24,7 +24,7 @@ from offload.extras.data.dataset import Dataset
 from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.prefs.beside import DPOBeside
 from offload.extras.prefs.losses import DPO, ORPO, Reward
-from offload.extras.prefs.reference import measure, read_stored, with_reference
+from offload.extras.prefs.reference import measure_reference, read_stored, with_reference
 
 KEY = "prefs.reference"
 NAME = "reference"
@@ -87,14 +87,16 @@ class Preferences(Objective):
         with companion_at(config, KEY) as section:
             return {KEY: build(section)}
 
-    def measure_others(self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, say: Say) -> None:
-        if config.prefs.reference is None or config.prefs.way == "beside":
+    def measure_others(
+        self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
+    ) -> None:
+        if config.prefs.reference is None or config.prefs.way == "beside" or folders:  # a checkpoint has the values
             return
         with share_failure(comm, "check of the reference"), companion_at(config, KEY) as section:
             check_same_tokens(KEY, section.path, locate(section), data.tokenizer)
             check_companion(config, KEY, load_model_config(section), self._num_tokens)
         with open_frozen(KEY) as engine:
-            self._measured = measure(config, engine, data, comm, say)
+            self._measured = measure_reference(config, engine, data, comm, say)
 
     def prepare(
         self, config: Config, engine: Engine, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
@@ -107,7 +109,7 @@ class Preferences(Objective):
             values = read_stored(folders, data, comm)
         elif values is None:
             # Before the first step: the engine has the weights of the reference.
-            values = measure(config, engine, data, comm, say)
+            values = measure_reference(config, engine, data, comm, say)
         return with_reference(data, values)
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:

@@ -1,6 +1,7 @@
-"""Reference log-probabilities for DPO, measured once before training, so no second model is in memory.
+"""Log-probabilities of a frozen model, measured once before training, so no second model is in memory.
 
-The reference is the initial model, or another one (prefs.reference). For an adapter, it is the base model.
+For DPO the frozen model is the reference: the initial model, or another one (prefs.reference). For an adapter, it is
+the base model. A teacher whose probabilities are stored (distill.way) is measured the same way.
 
 Measured values are cached under a hash over every input to the computation. All settings except `LEFT_OUT` are
 included, so a new setting counts until someone excludes it with a reason. The rest comes from the objects themselves:
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +33,21 @@ from offload.checkpoint.spread import broadcast_value
 from offload.distributed.comm import Comm, digest
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
+from offload.engine.loss.loss import Loss
 from offload.engine.moved_buffers import digests_of
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.data.cache import unusable
 from offload.extras.data.dataset import Dataset
+from offload.extras.data.mixture import RowSet
 from offload.extras.data.sources import hash_text
 from offload.extras.prefs.losses import LogProbs
-from offload.native.io import disk_error
+from offload.files.directories import free_bytes
+from offload.native.io import disk_error, sync_path
 from offload.planning.memory import EXPERT_BUFFER
 from offload.user_cache import class_hash, code_hash, default_cache_dir
 
 _PRINT_INTERVAL_S = 30.0
-_SAME_SHARE = 1e-3
+SAME_SHARE = 1e-3
 """Allowed difference of a stored log-probability, relative: on a GPU sums may have any order."""
 Say = Callable[[str], None]
 LEFT_OUT: Mapping[str, str] = {
@@ -50,7 +56,10 @@ LEFT_OUT: Mapping[str, str] = {
         "It names where a run is written.",
     ),
     **dict.fromkeys(
-        ("model.path", "model.preset", "model.init", "lora.config", "lora.adapter", "prefs.reference"),
+        (
+            *("model.path", "model.preset", "model.init", "lora.config", "lora.adapter"),
+            *("prefs.reference", "distill.teacher"),
+        ),
         "It names where a model is from: the weights, buffers, attributes and code of the model are in the key.",
     ),
     **dict.fromkeys(
@@ -68,7 +77,7 @@ LEFT_OUT: Mapping[str, str] = {
             *("train.eval_every", "train.eval_batches", "train.log_every"),
             *("train.early_stopping_patience", "train.early_stopping_min_delta", "optimizer.reset", "optimizer.lr"),
             *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum", "optimizer.nesterov"),
-            *("optimizer.schedule", "optimizer.warmup_steps", "optimizer.states"),
+            *("optimizer.schedule", "optimizer.warmup_steps", "optimizer.states", "distill.beta", "distill.labels"),
         ),
         "It is about steps, and the reference is computed before the first one, without a backward.",
     ),
@@ -105,11 +114,25 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
+@dataclass(frozen=True)
+class _References:
+    """Reference log-probabilities in batches, see `RowValues`."""
+
+    values: np.ndarray
+    """fp32 [rows]."""
+
+    def of(self, rows: np.ndarray, labels: np.ndarray) -> Mapping[str, torch.Tensor]:
+        # The shape of the labels lets the engine cut these values into micro-batches like any other input.
+        reference = torch.zeros(labels.shape, dtype=torch.float32)
+        reference[:, 0] = torch.from_numpy(self.values[rows])
+        return {"reference": reference}
+
+
 def with_reference(data: Dataset, values: np.ndarray) -> tuple[Dataset, Mapping[str, bytes]]:
     """Return a data set with `reference` in its batches, and the checkpoint file with the values."""
     sizes = _sizes(data)
     ends = np.cumsum(list(sizes.values()))[:-1]  # of all sets but the last
-    by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
+    by_name = dict(zip(sizes, map(_References, np.split(values, ends)), strict=True))
     return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes()}
 
 
@@ -135,53 +158,109 @@ def read_stored(folders: Sequence[Path], data: Dataset, comm: Comm) -> np.ndarra
     return values
 
 
-def measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
-    """Return the log-probabilities for all rows with the engine's current weights.
+class Measurement(ABC):
+    """What is measured of a frozen model: records for the rows, in their order, with a fixed size each."""
+
+    name: str
+    """Name of the model in messages, and of the folder in the cache."""
+    unit: str
+    """Things with a record, in the plural."""
+    dtype: np.dtype[Any] = np.dtype("<f4")
+    """Of a record."""
+    loss: Loss
+    """Loss of the passes that measure."""
+    mark: str = ""
+    """What decides the records beside settings, model and rows."""
+
+    @abstractmethod
+    def num_records(self, rows: RowSet, begin: int, end: int) -> int:
+        """Return the number of records for rows [begin, end)."""
+
+    @abstractmethod
+    def taken(self) -> np.ndarray:
+        """Return the records of this rank from the last pass, in `dtype`."""
+
+    def is_same(self, found: np.ndarray, stored: np.ndarray) -> bool:
+        """Tell whether two measurements of the same rows agree."""
+        return np.allclose(found, stored, SAME_SHARE, equal_nan=True)
+
+
+class _Answers(Measurement):
+    """The summed log-probability of each answer."""
+
+    name, unit = "reference", "answers"
+
+    def __init__(self) -> None:
+        self.loss: LogProbs = LogProbs()
+
+    def num_records(self, _rows: RowSet, begin: int, end: int) -> int:
+        return end - begin
+
+    def taken(self) -> np.ndarray:
+        values = self.loss.metrics.get("log_probs")
+        return np.zeros(0, np.float32) if values is None else values.numpy()
+
+
+def measure_reference(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
+    """Return the log-probabilities for all rows with the engine's current weights."""
+    path, values = measure(config, engine, data, comm, say, _Answers()), np.zeros(0, np.float32)
+    if comm.rank == 0:
+        values = np.fromfile(path, "<f4")
+    return broadcast_value(comm, values, "the reference")
+
+
+def measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say, wanted: Measurement) -> Path:
+    """Measure all rows with the engine's current weights. Return the file with the records, on the disk of rank 0.
 
     Values measured by an interrupted run, or by a run with the same `reference_key`, are reused, if the first batch
     has these values here too.
     """
-    key = reference_key(config, engine, data)
+    # Of rank 0: ranks on other machines would have another key.
+    key = comm.from_rank(0, hash_text(reference_key(config, engine, data) + wanted.mark), "key of the records")
+    path = default_cache_dir() / wanted.name / f"{key}.bin"
     spans = list(_batch_spans(data))
-    num_rows = sum(end - begin for _, begin, end in spans)
-    with _open_cache(default_cache_dir() / "reference" / f"{key}.f32", comm) as cache:
-        batches: list[np.ndarray] = []
-        with share_failure(comm, "reading of the reference"):
-            if cache is not None:
-                batches = _read(cache, [end - begin for _, begin, end in spans])
-        loss = LogProbs()
+    sizes = [wanted.num_records(data.row_sets[name], begin, end) for name, begin, end in spans]
+    with _open_cache(path, wanted, sizes, comm) as cache:
 
         def measured(name: str, begin: int, end: int) -> np.ndarray:
-            engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), loss)
-            own = loss.metrics.get("log_probs")
-            parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
-            return np.concatenate([part for part in parts if part is not None])
+            engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), wanted.loss)
+            return np.concatenate(comm.gather_objects(wanted.taken(), f"log-probabilities of the {wanted.name}"))
 
+        num_known = 0
+        if cache is not None:
+            num_known = cache.num_known
         # Rank 0 alone has the cache, and all ranks must measure the same batches.
-        num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
+        num_known = comm.from_rank(0, num_known, f"what is known of the {wanted.name}")
         # A key can miss an influence nobody thought of. One batch costs little beside all of them.
-        if num_cached:
+        if num_known:
             first = measured(*spans[0])
-            is_same = not batches or np.allclose(first, batches[0], _SAME_SHARE, equal_nan=True)
-            if not comm.from_rank(0, is_same, "whether the reference is known"):
-                say("reference: the stored log-probabilities are not those of this model, and are computed again.")
-                batches, num_cached = [], 0
+            is_same = cache is None or wanted.is_same(first, cache.first())
+            if not comm.from_rank(0, is_same, f"whether the {wanted.name} is known"):
+                say(f"{wanted.name}: the stored log-probabilities are not those of this model, and are computed again.")
+                num_known = 0
                 if cache is not None:
-                    cache.truncate(0)
-        if num_cached < len(spans):
-            known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
-            say(f"reference: log-probabilities of {num_rows:,} answers{known} ...")
+                    cache.restart()
+        if num_known < len(spans):
+            done = sum(sizes[:num_known])
+            known = f", of which {done:,} are already computed" if done else ""
+            num_bytes = format_bytes(sum(sizes) * wanted.dtype.itemsize)
+            say(
+                f"{wanted.name}: log-probabilities of {sum(sizes):,} {wanted.unit}{known}; {num_bytes} in "
+                f"{path.parent} ..."
+            )
         printed_at = time.monotonic()
-        for span in spans[num_cached:]:
-            batches.append(measured(*span))
-            with share_failure(comm, "keeping of the reference"):
+        for number in range(num_known, len(spans)):
+            records = measured(*spans[number])
+            with share_failure(comm, f"keeping of the {wanted.name}"):
                 if cache is not None:
-                    _write(cache, batches[-1])
+                    cache.append(records)
             if time.monotonic() - printed_at > _PRINT_INTERVAL_S:
                 printed_at = time.monotonic()
-                say(f"reference: {sum(map(len, batches)):,} of {num_rows:,} answers")
-    values = np.concatenate(batches) if batches else np.zeros(0, np.float32)
-    return broadcast_value(comm, values, "the reference")  # only rank 0 has the cached values
+                say(f"{wanted.name}: {sum(sizes[: number + 1]):,} of {sum(sizes):,} {wanted.unit}")
+        with share_failure(comm, f"keeping of the {wanted.name}"):
+            if cache is not None:
+                cache.complete()
+    return path
 
 
 def _batch_spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
@@ -192,38 +271,82 @@ def _batch_spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
 
 
 @contextmanager
-def _open_cache(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
-    """Open rank 0's cache file for measured values, locked for one process. None on other ranks."""
-    if comm.rank:
-        yield None
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a+b")
-    except OSError as error:
-        raise unusable(path.parent, error) from error
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # a second process waits, and then finds all values
-        yield stream
+def _open_cache(path: Path, wanted: Measurement, sizes: Sequence[int], comm: Comm) -> Iterator[_Cache | None]:
+    """Open rank 0's file of records, locked for one process. None on other ranks. Raises ConfigError, DoesNotFitError,
+    on all ranks.
+    """
+    with ExitStack() as opened:
+        cache = None
+        with share_failure(comm, f"opening of the {wanted.name}"):
+            if comm.rank == 0:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    lock = opened.enter_context(path.with_suffix(".lock").open("w"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and then finds all values
+                    cache = _Cache(path, wanted.dtype, sizes)
+                except OSError as error:
+                    raise unusable(path.parent, error) from error
+                opened.callback(cache.close)
+        yield cache
 
 
-def _read(cache: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Return the complete batches in the cache, and truncate the rest. `sizes`: rows per batch."""
-    cache.seek(0)
-    values = np.frombuffer(cache.read(), "<f4", count=cache.tell() // 4)
-    # A killed process may have left part of a batch.
-    num_whole = int(np.searchsorted(np.cumsum(sizes), len(values), "right"))
-    ends = np.cumsum(sizes[:num_whole])
-    cache.truncate(4 * int(ends[-1]) if num_whole else 0)
-    return np.split(values, ends)[:num_whole]
+class _Cache:
+    """The file at `path` with the records of all batches. Until it is complete, it has another name, and is continued
+    from the last whole batch.
+    """
 
+    def __init__(self, path: Path, dtype: np.dtype[Any], sizes: Sequence[int]) -> None:
+        """`sizes`: records of each batch. Raises OSError, and DoesNotFitError if the disk is too small."""
+        self._path = path
+        self._part = path.with_suffix(".part")
+        self._dtype = dtype
+        self._sizes = sizes
+        self._ends = dtype.itemsize * np.cumsum(sizes, dtype=np.int64)
+        num_bytes = int(self._ends[-1]) if len(sizes) else 0
+        if path.is_file() and path.stat().st_size == num_bytes:
+            self.num_known = len(sizes)
+            self._stream: BufferedReader | BufferedRandom = path.open("rb")
+            return
+        self._stream = self._part.open("a+b")
+        # A killed process may have left part of a batch.
+        self.num_known = int(np.searchsorted(self._ends, self._stream.tell(), "right"))
+        done = int(self._ends[self.num_known - 1]) if self.num_known else 0
+        self._stream.truncate(done)
+        free = free_bytes(path.parent)
+        if num_bytes - done > free:
+            self.close()
+            raise DoesNotFitError(
+                f"the log-probabilities take {format_bytes(num_bytes - done)} ({num_bytes - done} bytes) more in "
+                f"{path.parent}, on a disk with {format_bytes(free)} ({free} bytes) free. Make room, or set "
+                "XDG_CACHE_HOME to a folder on another disk."
+            )
 
-def _write(cache: BinaryIO, values: np.ndarray) -> None:
-    try:
-        cache.write(values.astype("<f4").tobytes())
-        cache.flush()
-    except OSError as error:
-        raise disk_error("the write of the reference", Path(cache.name), error) from error
+    def first(self) -> np.ndarray:
+        """Return the records of the first batch."""
+        self._stream.seek(0)
+        return np.frombuffer(self._stream.read(int(self._ends[0])), self._dtype)
+
+    def restart(self) -> None:
+        """Forget all records. Another process may still read a complete file."""
+        self._stream.close()
+        self._stream = self._part.open("w+b")
+
+    def append(self, records: np.ndarray) -> None:
+        try:
+            self._stream.write(records.astype(self._dtype).tobytes())
+            self._stream.flush()
+        except OSError as error:
+            raise disk_error("the write of the log-probabilities", self._part, error) from error
+
+    def complete(self) -> None:
+        """Give the file its name, if it is new."""
+        if self._stream.mode == "rb":
+            return
+        sync_path(self._part)  # before the name: after a power cut, a file with the name is complete
+        self._part.replace(self._path)
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def reference_key(config: Config, engine: Engine, data: Dataset) -> str:

@@ -1,0 +1,190 @@
+"""Distillation from stored probabilities: equal to the teacher beside the model, measured once, and resumed alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload.app.stored_model import TEACHER_VALUES
+from offload.engine.engine import Engine
+from offload.errors import ConfigError, DoesNotFitError
+from tests.run_folder import SHAPE
+from tests.training.conftest import HOST, lines_of
+from tests.training.test_adapters import train_over_ranks
+from tests.training.test_distill import other_tokens
+from tests.training.test_resume import make_folder
+
+CHUNKS = {"train__head_chunk_bytes": 16 * 384 * 4}
+TURNS = [
+    {"messages": [{"role": "user", "content": "count " * (1 + n % 3)}, {"role": "assistant", "content": f"{n}, {n}"}]}
+    for n in range(24)
+]
+PAIRS = [{"prompt": f"the number after {number} is", "completion": f" {number + 1}."} for number in range(24)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A teacher that finds some tokens much more probable than others."""
+    folder = tmp_path / "base"
+    make_folder("llama", folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=384, initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The folder with stored probabilities."""
+    return tmp_path / "cache" / "offload" / "teacher"
+
+
+def asked(folder: Path, way: str = "stored", **more: Any) -> dict[str, Any]:
+    own = {"data__tokenizer": str(folder), "train__method": "distill", "distill__teacher": str(folder)}
+    own |= {"distill__way": way, "distill__top_k": 7, "distill__beta": 0.3, "distill__temperature": 2.0}
+    return own | {"train__steps": 4, "train__eval_every": 2, "optimizer__lr": 3e-3, **HOST} | more
+
+
+def values_of(lines: list[dict[str, Any]]) -> list[float]:
+    return [line[key] for line in lines for key in ("loss", "grad_norm", "eval_loss") if key in line]
+
+
+def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data__source": str(path), "data__sequence_length": 48}
+
+
+@pytest.mark.parametrize("data", ["text", "chats", "documents", "pairs"])
+def test_stored_is_beside(run: Any, folder: Path, tmp_path: Path, cache: Path, data: str) -> None:
+    """Answers alone have records. Break: take the places of the labels, not of the tokens before them; use the rows of
+    a batch in their order on disk.
+    """
+    more: dict[str, Any] = {}
+    if data == "pairs":
+        more = source(tmp_path, PAIRS)
+    elif data != "text":
+        more = source(tmp_path, TURNS)
+    if data == "documents":
+        more |= {"data__packing": True, "data__packing_isolated": True}
+    _, wanted, _ = run("beside", **asked(folder, "beside", **more))
+    _, lines, out = run("stored", **asked(folder, **more))
+    assert values_of(lines) == pytest.approx(values_of(wanted), rel=1e-6)
+    (stored,) = cache.glob("*.bin")
+    num_tokens, rest = divmod(stored.stat().st_size, 8 * 7 + 4)
+    assert not rest
+    assert f"teacher: log-probabilities of {num_tokens:,} tokens; " in out
+
+
+def test_the_whole_vocabulary_is_beside_without_a_choice(run: Any, folder: Path) -> None:
+    """Break: store a class of no tokens."""
+    _, wanted, _ = run("beside", **asked(folder, "beside", distill__top_k=None, **CHUNKS))
+    _, lines, _ = run("stored", **asked(folder, distill__top_k=384, **CHUNKS))
+    assert values_of(lines) == pytest.approx(values_of(wanted), rel=1e-6)
+
+
+def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
+    """Unless somebody has emptied the cache. Break: look for the teacher at a resume; leave the name of the file out of
+    checkpoints.
+    """
+    own = asked(folder, data__tokenizer=str(tmp_path / "tokens"), checkpoint__every=2, checkpoint__keep=4)
+    shutil.copytree(folder, tmp_path / "tokens")
+    _, lines, _ = run("run", **own)
+    saved = {"checkpoint__resume": str(tmp_path / "run" / "checkpoints" / "step-2")}
+    assert not (tmp_path / "run" / "hf" / TEACHER_VALUES).exists()
+    moved = folder.rename(tmp_path / "moved")
+    _, more, out = run("more", **own, **saved)
+    assert values_of(more) == values_of(lines[2:])
+    assert "log-probabilities of" not in out
+    shutil.rmtree(cache)
+    with pytest.raises(ConfigError, match=r"base, which does not exist"):
+        run("without", **own, **saved)
+    _, again, out = run("again", **own | {"distill__teacher": str(moved)}, **saved)
+    assert values_of(again) == values_of(lines[2:])
+    assert "log-probabilities of" in out
+    file = moved / "model.safetensors"
+    save_file({name: each + 1 for name, each in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"step-2 is of a run with another teacher than .*moved"):
+        run("other", **own | {"distill__teacher": str(moved)}, **saved)
+
+
+def test_a_second_run_measures_nothing(run: Any, folder: Path) -> None:
+    """Break: leave the weights out of the key; count an adapter, which the teacher has not."""
+    run("first", **asked(folder))
+    own = {"distill__labels": 0.5, "distill__beta": 0.0, "lora__rank": 2, "optimizer__name": "lion"}
+    _, _, out = run("second", **asked(folder, model__path=str(folder), **own))
+    assert "log-probabilities of" not in out
+    file = folder / "model.safetensors"
+    save_file({name: 1.1 * each for name, each in load_file(file).items()}, file, {"format": "pt"})
+    _, _, out = run("third", **asked(folder))
+    assert "log-probabilities of" in out
+
+
+def test_a_measurement_that_was_killed_is_finished(
+    run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: give the file its name before all records are in it; keep part of a batch."""
+    _, wanted, _ = run("whole", **asked(folder))
+    (whole,) = cache.glob("*.bin")
+    values = whole.read_bytes()
+    shutil.rmtree(cache)
+    evaluate, left = Engine.evaluate, [2]
+
+    def failing(self: Engine, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return evaluate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "evaluate", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run("first", **asked(folder))
+    (part,) = cache.glob("*.part")
+    assert not list(cache.glob("*.bin"))
+    assert part.read_bytes() == values[: part.stat().st_size]
+    with part.open("ab") as stream:
+        stream.write(bytes(100))  # of the batch in which it was killed
+    _, lines, out = run("second", **asked(folder))
+    assert f", of which {2 * 4 * 31} are already computed" in out
+    assert values_of(lines) == values_of(wanted)
+    assert whole.read_bytes() == values
+    assert not list(cache.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_as_one(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
+    """Break: keep the records of rank 0 alone; let each rank look for its own key."""
+    own = asked(folder, train__micro_batch_size=1, **CHUNKS)
+    _, lines, _ = run("one", **own)
+    (alone,) = cache.glob("*.bin")
+    wanted = alone.read_bytes()
+    shutil.rmtree(cache)
+    shape = str(tmp_path / "llama-shape" / "config.json")
+    ranks = lines_of(train_over_ranks(tmp_path, "two", **own, model__path=shape))
+    assert values_of(ranks) == pytest.approx(values_of(lines), rel=1e-4)
+    (found,) = cache.glob("*.bin")
+    assert found.read_bytes() == wanted
+
+
+def test_a_disk_that_is_too_small(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: write until the disk is full."""
+    monkeypatch.setattr("offload.extras.prefs.reference.free_bytes", lambda _path: 1000)
+    with pytest.raises(DoesNotFitError, match=r"take .* more in .*teacher, on a disk with 1000 B \(1000 bytes\) free"):
+        run("run", **asked(folder))
+
+
+def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: leave out a check of the teacher before it runs; read the records of other rows."""
+    with pytest.raises(ConfigError, match=r"other numbers for \d+ tokens of 384, such as"):
+        run("run", **asked(folder, data__tokenizer=str(other_tokens(tmp_path))))
+    with pytest.raises(ConfigError, match=r"distill\.teacher is .*config\.json, which has no weights"):
+        run("run", **asked(folder, distill__teacher=str(folder / "config.json")))
+    with pytest.raises(ConfigError, match=r"the model cannot keep the documents of a row apart"):
+        run("run", "mamba", **asked(folder, **source(tmp_path, TURNS)))
