@@ -106,6 +106,14 @@ class Encoder:
         )
         return cls(trained, train_on_prompt)
 
+    def num_last(self, source: RowSource) -> int:
+        """Return the tokens at the end of a text that stay when it is cut. The truncation of a tokenizer keeps its
+        special tokens, and an embedding may be that of the last one.
+        """
+        if "contrastive" not in source.formats:
+            return 0
+        return len(find_frame(self.tokenizer)[1])
+
     def check_ends(self, source: RowSource) -> None:
         """Raise ConfigError for text pairs without an end token; add a note for plain texts."""
         tokenizer = self.tokenizer

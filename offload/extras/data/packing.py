@@ -5,8 +5,8 @@ divide the stream, the last row starts earlier to be full; tokens already traine
 (labels -100). Only a stream shorter than one row is padded. Labels are unshifted, so the first token in a row has no
 context and is lost as a target; nothing else is lost. Rows attend across document borders.
 
-Unpacked: a row is one document, cut off at L tokens or padded to L. Documents with pictures are skipped if longer,
-because picture tokens must not be cut.
+Unpacked: a row is one document, cut off at L tokens or padded to L. A text to embed still ends with the special tokens
+of the tokenizer. Documents with pictures are skipped if longer, because picture tokens must not be cut.
 
 Isolated: several whole documents in a row do not attend to each other, packed by best fit. Each document lies in one
 row with positions from 0. The rest is padding: documents no longer than the longest one in the row, because some models
@@ -202,7 +202,18 @@ class Rows:
             labels[place][fresh - start :] = token_file.tokens[fresh:end]
             if token_file.trained is not None:
                 labels[place][~token_file.trained[start:end]] = IGNORE
+        if token_file.num_last:
+            self._end_cut_rows(rows, ids, labels)
         return ids, labels
+
+    def _end_cut_rows(self, rows: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> None:
+        """Put the last tokens of documents that are cut at the ends of their rows."""
+        documents, num_last = self._in_layout(self.first + rows), self.token_file.num_last
+        begins, ends = self.token_file.documents[documents], self.token_file.documents[documents + 1]
+        for row in np.flatnonzero(ends - begins > self.sequence_length):
+            last = self.token_file.tokens[ends[row] - num_last : ends[row]]
+            ids[row, -num_last:] = last
+            labels[row, -num_last:] = last
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
         """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""

@@ -75,7 +75,8 @@ def _load(folder: Path) -> tuple[tuple[TokenFile, ...], Findings]:
 def _build(folder: Path, source: RowSource, encoder: Encoder, settings: DataSettings, progress: Progress) -> None:
     has_pictures = encoder.processor is not None
     is_masked = has_pictures or source.may_mask
-    writers = [TokenWriter(folder / name, source.vocab_size, is_masked, has_pictures) for name in _PARTS]
+    num_last = encoder.num_last(source)
+    writers = [TokenWriter(folder / name, source.vocab_size, is_masked, has_pictures, num_last) for name in _PARTS]
     findings = Findings(source.on_bad_row)
     scope: ByteCountScope = "none"
     # Byte counts are for the eval loss alone, and take time.

@@ -58,6 +58,8 @@ class TokenFile:
         self.has_one_picture_each: bool = meta["has_one_picture_each"]
         """True if each document has exactly one picture."""
         self.content_hash: str = meta["content_hash"]
+        self.num_last: int = meta["num_last"]
+        """Last tokens of a document, kept when the document is cut."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,13 +100,16 @@ class TokenFile:
 class TokenWriter:
     """Appends documents to a new folder."""
 
-    def __init__(self, folder: Path, vocab_size: int, masked: bool, has_pictures: bool = False) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, masked: bool, has_pictures: bool = False, num_last: int = 0
+    ) -> None:
         """Create `folder`.
 
         `masked`: keep a training mask, dropped in the end if all tokens are trained. `has_pictures`: documents may have
-        pictures.
+        pictures. `num_last`: as in `TokenFile`.
         """
         folder.mkdir()
+        self._num_last = num_last
         types: dict[str, type] = {"tokens": id_type(vocab_size), "documents": np.int64}
         types["bytes"] = np.uint32  # written until the first text without counts, then dropped
         if masked:
@@ -184,6 +189,7 @@ class TokenWriter:
             "columns": {name: column.num_items for name, column in self._columns.items()},
             "has_one_picture_each": self._has_one_picture_each,
             "content_hash": hash_text(" ".join(hashed)),
+            "num_last": self._num_last,
         }
 
 
