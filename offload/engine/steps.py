@@ -198,7 +198,7 @@ class Steps:
         try:
             known = self.known.look_up(batch, loss_fn)
             as_loss(loss_fn).check(known.rows, self._micro_rows)
-            as_loss(loss_fn).open(comm)
+            as_loss(loss_fn).open(comm, self._flow.device.ledger)
         except ConfigError as error:
             agree_on_pass(comm, RankBatch(operation, error_message=str(error)))  # raises on all ranks
             raise

@@ -40,6 +40,7 @@ PERTURBED = "perturbed weights"
 STAGING = "gradient staging"
 RESIDENT = "resident weights"
 LASTING = "accumulated gradients"
+LOSS = "memory of the loss"
 _PASSING = (
     SLOT,
     BUFFER,

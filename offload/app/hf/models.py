@@ -281,6 +281,13 @@ def model_kind(config: PreTrainedConfig) -> ModelKind:
     return possible[0]
 
 
+def embedding_width(config: PreTrainedConfig) -> int:
+    """Return the numbers in a last hidden state. 0: unknown."""
+    text = config.get_text_config()
+    width = getattr(text, "hidden_size", 0)
+    return int(getattr(text, "word_embed_proj_dim", width))  # OPT may project its last states
+
+
 def is_decoder(config: PreTrainedConfig) -> bool:
     """Return whether all language models of the family are causal: a token sees only those before it."""
     tables = transformers.models.auto.modeling_auto

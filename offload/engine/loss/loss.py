@@ -16,6 +16,7 @@ from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, Chunk
 from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.errors import ConfigError, nearest
+from offload.tiers.counters import Ledger
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
@@ -100,8 +101,15 @@ class Loss:
                     f"use a multiple of {self.group}."
                 )
 
-    def open(self, comm: Comm) -> None:
-        """Prepare for a step or an evaluation. `comm`: the ranks whose rows are one batch."""
+    def open(self, comm: Comm, ledger: Ledger) -> None:
+        """Prepare for a step or an evaluation. `comm`: the ranks whose rows are one batch. `ledger`: of the device."""
+
+    def num_bytes(self, _num_rows: int, _num_own_rows: int, _width: int, /) -> int:
+        """Return the device bytes that `of` reserves beside the outputs of the model, as `LOSS`.
+
+        Arguments: rows of all ranks and of this one, and numbers of a hidden state.
+        """
+        return 0
 
     def begin(self) -> None:
         """Begin a pass: drop earlier metrics."""

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import normalize
 
 from offload.distributed.comm import Comm
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.group_loss import GroupLoss
+from offload.layout.residence import DEVICE
+from offload.planning.memory import LOSS
+from offload.tiers.counters import Ledger
 
-CHUNK_BYTES = 32 << 20
-"""Similarities in fp32 at a time, in bytes: a chunk has some four tensors of this size with its graph."""
+CHUNK_BYTES = 4 << 20
+"""Similarities at a time with their masks, in bytes."""
+_SIMILARITY_BYTES = 4 + 2
+"""Bytes of a similarity: fp32, whether it is left out, and a comparison on the way to this."""
+_LEAST_NORM = 1e-12  # as in torch.nn.functional.normalize
 _FACTOR = 6364136223846793005  # odd, so no power of it modulo 2**64 is even
 
 
@@ -45,9 +51,9 @@ class Points(NamedTuple):
     """Embeddings of groups of texts: a query, its answer, and hard negatives."""
 
     vectors: torch.Tensor
-    """fp32 [groups, texts, width]."""
+    """fp32 [texts, groups, width]."""
     keys: torch.Tensor
-    """A hash of each text, int64 [groups, texts]."""
+    """A hash of each text, int64 [texts, groups]."""
 
 
 class InfoNCE(GroupLoss):
@@ -81,14 +87,25 @@ class InfoNCE(GroupLoss):
         super().__init__()
         self.group = 2 + negatives
         self._comm = Comm()
+        self._ledger = Ledger(DEVICE)
         self._pool = POOLINGS[pooling]
         self._temperature = temperature
         self._symmetric = symmetric
         self._sizes = sizes
         self._margin = margin
 
-    def open(self, comm: Comm) -> None:
+    def open(self, comm: Comm, ledger: Ledger) -> None:
         self._comm = comm
+        self._ledger = ledger
+
+    def num_bytes(self, num_rows: int, num_own_rows: int, width: int) -> int:
+        """Two copies of the own embeddings; those of all ranks with gradients, also in the largest size; and a chunk of
+        similarities.
+        """
+        size, num_groups = max(self._sizes, default=width), num_rows // self.group
+        num_texts = num_rows - num_groups
+        chunk_bytes = _SIMILARITY_BYTES * num_texts * min(num_groups, _num_chunk_rows(num_texts))
+        return 4 * (2 * width * (num_own_rows + num_rows) + 2 * size * num_rows) + chunk_bytes
 
     def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         ids = batch["input_ids"]
@@ -97,18 +114,20 @@ class InfoNCE(GroupLoss):
             mask = torch.ones_like(ids)
         is_real = self._counted(batch, ids.device)
         pooled = self._pool(outputs["last_hidden_state"], mask)
-        vectors = pooled.view(len(is_real), self.group, -1)[is_real]
-        own = Points(vectors, _keys(ids, mask).view(-1, self.group)[is_real])
+        vectors = pooled.view(len(is_real), self.group, -1).transpose(0, 1)[:, is_real]
+        own = Points(vectors, _keys(ids, mask).view(-1, self.group).T[:, is_real])
         whole, begin = self._gather(own)
-        mine = slice(begin, begin + len(vectors))
-        losses, are_found, gradient = self._terms(whole, has_gradient=vectors.requires_grad)
+        mine = slice(begin, begin + vectors.shape[1])
+        num_bytes = self.num_bytes(whole.keys.numel(), len(ids), vectors.shape[2])
+        with self._ledger.reserve_until(LOSS, num_bytes, is_over=lambda: False):
+            losses, are_found, gradient = self._terms(whole, has_gradient=vectors.requires_grad)
         self._newest = {"accuracy": are_found[mine].float()}
         loss = losses[mine].sum()
-        if gradient is not None:
+        if vectors.requires_grad:
             # The value is of the own queries. The gradient is that of the queries on all ranks.
-            product = (vectors * gradient[mine]).sum()
+            product = (vectors * gradient[:, mine]).sum()
             loss = loss + (product - product.detach())
-        return loss / max(1, len(vectors))
+        return loss / max(1, vectors.shape[1])
 
     def _gather(self, own: Points) -> tuple[Points, int]:
         """Return the points of all ranks in their order, and the position of the own ones."""
@@ -116,78 +135,96 @@ class InfoNCE(GroupLoss):
         ranks = self._comm.gather_objects(
             (own.vectors.detach().cpu(), own.keys.cpu()), "embeddings of the rows of all ranks"
         )
-        begin = sum(len(keys) for _, keys in ranks[: self._comm.rank])
-        vectors, keys = (torch.cat(each).to(device) for each in zip(*ranks, strict=True))
+        begin = sum(keys.shape[1] for _, keys in ranks[: self._comm.rank])
+        vectors, keys = (torch.cat(each, 1).to(device) for each in zip(*ranks, strict=True))
         return Points(vectors, keys), begin
 
-    def _terms(self, whole: Points, *, has_gradient: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    @torch.no_grad()
+    def _terms(self, whole: Points, *, has_gradient: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the loss of each group [groups], whether its answer is the most similar text by the largest size, bool
-        [groups], and the gradient of the sum of all losses, like the vectors. Similarities exist for some rows at a
-        time.
+        [groups], and the gradient of the sum of all losses, like the vectors.
         """
-        vectors, keys = whole
-        losses = vectors.new_zeros(len(vectors))
-        are_found = keys.new_zeros(len(keys), dtype=torch.bool)
-        gradient = None
-        if has_gradient:
-            gradient = torch.zeros_like(vectors)
-        num_rows = max(1, CHUNK_BYTES // (4 * max(1, keys[:, 1:].numel())))
-        sizes = self._sizes or (vectors.shape[2],)
-        for size in sizes:
-            with torch.set_grad_enabled(has_gradient):
-                leaf = vectors[..., :size].clone().requires_grad_(has_gradient)
-                unit = normalize(leaf, dim=2)
-                cut = unit.detach().requires_grad_(has_gradient)
-                slopes = torch.zeros_like(cut)
-                for rows in torch.arange(len(vectors), device=vectors.device).split(num_rows):
-                    if not len(rows):  # no rank has a group
-                        break
-                    terms, are_nearest = self._terms_of(Points(cut, keys), rows)
-                    losses[rows] += terms.detach()
-                    if size == max(sizes):
-                        are_found[rows] = are_nearest
-                    if has_gradient:
-                        slopes += torch.autograd.grad(terms.sum(), cut)[0]
-                if gradient is not None:
-                    gradient[..., :size] += torch.autograd.grad(unit, leaf, slopes)[0]
-        return losses, are_found, gradient
+        losses = whole.vectors.new_zeros(whole.vectors.shape[1])
+        gradient = torch.zeros_like(whole.vectors)
+        found = {}
+        for size in self._sizes or (whole.vectors.shape[2],):
+            found[size] = self._add_size(whole, size, losses, gradient, has_gradient)
+        return losses, found[max(found)], gradient
 
-    def _terms_of(self, points: Points, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of the groups `rows`, and whether their answers are the most similar texts."""
-        vectors, keys = points
+    def _add_size(
+        self, whole: Points, size: int, losses: torch.Tensor, gradient: torch.Tensor, has_gradient: bool
+    ) -> torch.Tensor:
+        """Add the losses by the first `size` numbers, and their gradient. Return whether each answer is the most
+        similar text, bool [groups].
+
+        Without autograd: the graph of a chunk would be several times as large as its similarities.
+        """
+        cut = whole.vectors[..., :size]
+        norms = torch.linalg.vector_norm(cut, dim=2, keepdim=True).clamp(min=_LEAST_NORM)
+        unit = cut / norms
+        slopes = torch.zeros_like(unit)
+        compare = partial(self._compare, unit, slopes, has_gradient)
+        queries, answers = whole.keys[:2]
         # All answers come first, so the number of a group is also that of its answer.
-        texts, text_keys = vectors[:, 1:].transpose(0, 1).flatten(0, 1), keys[:, 1:].T.flatten()
-        queries, answers = keys[:, 0], keys[:, 1]
-        is_answer = _are_partners(queries, answers, rows, text_keys)
-        terms, are_found = self._cross_entropy(vectors[rows, 0], texts, rows, is_answer)
-        if self._symmetric:
-            is_query = _are_partners(answers, queries, rows, queries)
-            terms = (terms + self._cross_entropy(vectors[rows, 1], vectors[:, 0], rows, is_query)[0]) / 2
-        return terms, are_found
+        texts = whole.keys[1:].flatten()
+        are_found = torch.zeros_like(queries, dtype=torch.bool)
+        num_rows = _num_chunk_rows(len(texts))
+        for begin in range(0, len(queries), num_rows):
+            rows = slice(begin, min(begin + num_rows, len(queries)))
+            terms, are_found[rows] = compare(0, slice(1, None), rows, _are_partners(queries, answers, rows, texts))
+            losses[rows] += terms
+            if self._symmetric:
+                losses[rows] += compare(1, slice(1), rows, _are_partners(answers, queries, rows, queries))[0]
+        along = (unit[..., None, :] @ slopes[..., None])[..., 0]  # a product and a sum would copy all
+        slopes.addcmul_(unit, along, value=-1)
+        gradient[..., :size] += slopes.div_(norms)
+        return are_found
 
-    def _cross_entropy(
-        self, points: torch.Tensor, texts: torch.Tensor, targets: torch.Tensor, left_out: torch.Tensor
+    def _compare(
+        self,
+        unit: torch.Tensor,
+        slopes: torch.Tensor,
+        has_gradient: bool,
+        member: int,
+        others: slice,
+        rows: slice,
+        left_out: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cross entropy of each point's text, number `targets` [points], and whether it is the most similar.
+        """Return the part of the cross entropy in the loss, for a member of the groups `rows` among other members, and
+        whether the own one is the most similar. Add the gradient to `slopes`.
 
-        points, texts: unit vectors [points or texts, width]. left_out: bool [points, texts]; a target always counts.
+        unit, slopes: [texts, groups, width]. left_out: bool [rows, others]; the own one always counts.
         """
-        similarities = points @ texts.T
-        own = similarities.gather(1, targets[:, None])
+        points, texts = unit[member, rows], unit[others].view(-1, unit.shape[2])
+        scores = points @ texts.T
+        own = scores.diagonal(rows.start).clone()
         if self._margin is not None:
-            left_out = left_out | (similarities.detach() > own.detach() + self._margin)
-        left_out = left_out.scatter(1, targets[:, None], torch.zeros_like(left_out[:, :1]))
-        scores = (similarities / self._temperature).masked_fill(left_out, -torch.inf)
-        return scores.logsumexp(1) - own[:, 0] / self._temperature, scores.argmax(1) == targets
+            left_out |= scores > own[:, None] + self._margin
+        left_out.diagonal(rows.start).fill_(False)
+        scores.div_(self._temperature).masked_fill_(left_out, -torch.inf)
+        highest, places = scores.max(1, keepdim=True)
+        sums = scores.sub_(highest).exp_().sum(1, keepdim=True)
+        terms = (highest + sums.log())[:, 0] - own / self._temperature
+        share = 1 / (1 + self._symmetric)
+        if has_gradient:
+            scores.div_(sums).diagonal(rows.start).sub_(1)
+            scores *= share / self._temperature
+            slopes[member, rows].addmm_(scores, texts)
+            slopes[others].view(-1, unit.shape[2]).addmm_(scores.T, points)
+        return share * terms, places[:, 0] == torch.arange(rows.start, rows.stop, device=places.device)
 
 
-def _are_partners(own: torch.Tensor, partners: torch.Tensor, rows: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+def _num_chunk_rows(num_texts: int) -> int:
+    return max(1, CHUNK_BYTES // (_SIMILARITY_BYTES * max(1, num_texts)))
+
+
+def _are_partners(own: torch.Tensor, partners: torch.Tensor, rows: slice, texts: torch.Tensor) -> torch.Tensor:
     """Return whether each text is the partner of a text equal to that of a row, bool [rows, texts].
 
-    own, partners: hashes of pairs of texts, int64 [groups]. rows: groups, int64 [rows]. texts: hashes, int64 [texts].
+    own, partners: hashes of pairs of texts, int64 [groups]. rows: some groups. texts: hashes, int64 [texts].
     """
     is_equal = own == own[rows, None]
-    found = torch.zeros(len(rows), len(texts), dtype=torch.bool, device=texts.device)
+    found = torch.zeros(len(is_equal), len(texts), dtype=torch.bool, device=texts.device)
     # One comparison for most batches: equal texts are rare, and all pairs of groups and texts would be many.
     for places in is_equal.byte().topk(int(is_equal.sum(1).max())).indices.T:
         known = torch.where(own[places] == own[rows], partners[places], partners[rows])

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.hf.models import BuiltModel, locate
+from offload.app.hf.models import BuiltModel, embedding_width, locate
 from offload.app.training.objectives import Batch, Objective, Say
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
@@ -38,9 +39,6 @@ class Contrastive(Objective):
     count_unit = "queries"
     loss: InfoNCE
 
-    def __init__(self, loss: InfoNCE) -> None:
-        self.loss = loss
-
     @classmethod
     def decide(cls, config: Config, is_decoder: bool) -> Mapping[str, Any]:
         """Decide the pooling: that in the folder of the model, by sentence-transformers, or by the model."""
@@ -53,17 +51,13 @@ class Contrastive(Objective):
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Contrastive:  # noqa: ARG003
-        section = config.contrastive
-        return cls(
-            InfoNCE(
-                section.negatives,
-                section.pooling,
-                section.temperature,
-                section.symmetric,
-                section.sizes,
-                section.margin,
-            )
-        )
+        return cls()
+
+    @classmethod
+    def loss_over(
+        cls, config: Config, _model: nn.Module, _companions: Mapping[str, BuiltModel], _vocab_size: int, /
+    ) -> InfoNCE:
+        return InfoNCE(**dict(config.contrastive))
 
     def prepare(
         self,
@@ -75,7 +69,7 @@ class Contrastive(Objective):
         say: Say,  # noqa: ARG002
     ) -> tuple[Any, Mapping[str, bytes]]:
         """Check the sizes of embeddings. Raises ConfigError."""
-        width, largest = _width(engine.model), max(config.contrastive.sizes, default=0)
+        width, largest = embedding_width(engine.model.config), max(config.contrastive.sizes, default=0)
         if largest > width:
             raise ConfigError(
                 f"contrastive.sizes has {largest}, but the embeddings of the model have {width} numbers: leave out "
@@ -93,7 +87,7 @@ class Contrastive(Objective):
 
     def export_files(self, config: Config, built: BuiltModel) -> Mapping[str, bytes]:
         stored, num_tokens = _stored_files(built.folder), int(config.data.sequence_length or 0)
-        return sentence_files(config.contrastive.pooling, _width(built.model), num_tokens, stored)
+        return sentence_files(config.contrastive.pooling, embedding_width(built.model.config), num_tokens, stored)
 
 
 def _stored_files(folder: Path | None) -> dict[str, Any]:
@@ -129,11 +123,6 @@ def _stored_pooling(folder: Path | None) -> str:
             "--contrastive.pooling to one of them."
         )
     return found[0]
-
-
-def _width(model: Any) -> int:
-    config = model.config.get_text_config()
-    return int(getattr(config, "word_embed_proj_dim", config.hidden_size))  # OPT may project its last states
 
 
 def sentence_files(pooling: str, width: int, num_tokens: int, stored: Mapping[str, Any]) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import beside
 from offload.app.hf.models import (
     BuiltModel,
+    embedding_width,
     empty_model,
     freeze,
     freeze_for_evaluation,
@@ -38,6 +39,7 @@ from offload.app.training.decisions import resolve
 from offload.app.training.objectives import OBJECTIVES
 from offload.app.training.parts import make_settings
 from offload.app.training.trainable import trainable_class
+from offload.engine.loss.loss import as_loss
 from offload.engine.prepare import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
@@ -568,7 +570,8 @@ class Forecaster:
             batch = replace(batch, document_length=length - 1, document_share=share)
         products = settings.precision, settings.matmul, settings.recompute == PRODUCTS, settings.compile
         options = settings.micro_batch_size, products, settings.device, settings.sequence_tile
-        key = batch, passes, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
+        # The whole batch, because a loss may compare its rows.
+        key = batch, config.num_rows, passes, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
                 found_tiles = self._tiles.setdefault((settings.precision, settings.matmul), {})
@@ -580,7 +583,9 @@ class Forecaster:
                 found = measure(model, batch, prepared, found_tiles, found_uses, loss)
                 if self._evaluates:
                     found = found.without_backward()
-                self._workloads[key] = replace(found, num_passes=passes)
+                width = embedding_width(self._architecture)
+                loss_bytes = as_loss(loss).num_bytes(config.num_rows, rows, width)
+                self._workloads[key] = replace(found, num_passes=passes, loss_bytes=loss_bytes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]

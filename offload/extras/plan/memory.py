@@ -22,7 +22,7 @@ from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
-from offload.planning.memory import BUFFER, LASTING, SLOT, Allocation, bytes_on, gradient_lasts, resident_regions
+from offload.planning.memory import BUFFER, LASTING, LOSS, SLOT, Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.tiers.placement import OFFLOADED
 
@@ -306,6 +306,7 @@ class StepMemory:
     def _step_allocations(self, kept: Kept, offloaded: frozenset[int]) -> Iterator[Allocation]:
         """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
+        yield Allocation("device", LOSS, work.loss_bytes)
         if not self._has_backward:
             yield Allocation(operations_tier, OPERATIONS, self._forward_only_bytes())
             return
@@ -331,7 +332,10 @@ class StepMemory:
             yield Allocation(self.settings.placement.activations, CHECKPOINTS, input_bytes_offloaded)
         if offloaded_graph_bytes:
             yield Allocation(self.settings.placement.graphs, GRAPHS, offloaded_graph_bytes)
-        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, offloaded, sum(on_device.values())))
+        operations = self._operations(kept, offloaded, sum(on_device.values()))
+        if operations_tier == DEVICE:  # the loss ends before the backward begins
+            operations = max(0, operations - work.loss_bytes)
+        yield Allocation(operations_tier, OPERATIONS, operations)
 
     def _calls(self) -> Iterator[tuple[int, UnitWork]]:
         """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""

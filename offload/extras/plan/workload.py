@@ -178,6 +178,7 @@ class Workload:
     num_passes: equal passes of a step.
     chunk_uses: entries in `calls` for a chunk.
     chunk_heads: of them uses of units: the head of the model, and heads of companions.
+    loss_bytes: as `Loss.num_bytes`.
     """
 
     calls: tuple[UnitWork, ...]
@@ -188,6 +189,7 @@ class Workload:
     num_passes: int = 1
     chunk_uses: int = 1
     chunk_heads: int = 1
+    loss_bytes: int = 0
 
     def without_backward(self) -> Workload:
         """Return the compute of an evaluation."""
