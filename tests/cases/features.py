@@ -249,7 +249,7 @@ def _taught() -> nn.Module:
 def _from_teacher(model: nn.Module) -> Callable[[Any, Batch], Tensor]:
     from offload.extras.distill.losses import Distillation
 
-    return Distillation(model.get_submodule("teacher"), beta=0.3, labels=0.2)
+    return Distillation(model.get_submodule("companions.teacher"), beta=0.3, labels=0.2)
 
 
 def _info_nce(_model: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -318,7 +319,7 @@ def test_a_filled_model_has_the_weights_of_the_teacher(folder: Path) -> None:
     built, other = (build_model(ModelSection(path=str(path)), seed=0) for path in (folder, folder / "wide"))
     model = fill_all(beside(built, "teacher", other))
     wanted = load_file(folder / "wide" / "model.safetensors")
-    assert all(model.get_parameter(f"teacher.{name}").equal(value) for name, value in wanted.items())
+    assert all(model.get_parameter(f"companions.teacher.{name}").equal(value) for name, value in wanted.items())
 
 
 def test_the_teacher_has_the_logits_of_one_chunk_at_a_time() -> None:
@@ -364,7 +365,7 @@ def test_a_companion_is_in_no_checkpoint_and_no_export(tmp_path: Path) -> None:
         engine.export(tmp_path / "export")
         wanted = weights(engine)
     with safe_open(tmp_path / "export" / "model.safetensors", "pt") as file:
-        assert not any(name.startswith("teacher.") for name in file.keys())  # noqa: SIM118
+        assert not any(name.startswith("companions.") for name in file.keys())  # noqa: SIM118
     alone = student()
     with Engine(alone, SGD(lr=0.5), precision="fp32") as engine:
         engine.load_checkpoint(tmp_path / "saved")
@@ -376,7 +377,7 @@ def test_reads_and_edits_are_of_the_trained_model_unless_named() -> None:
     """An edit of a companion is in no checkpoint. Break: yield all parameters of the engine."""
     model, _ = both()
     own = [name for name, _ in student().named_parameters()]
-    named = "teacher.model.norm.weight"
+    named = "companions.teacher.model.norm.weight"
     with Engine(model) as engine:
         assert list(weights(engine)) == own
         assert [name for name, _ in engine.edit()] == own
@@ -386,18 +387,44 @@ def test_reads_and_edits_are_of_the_trained_model_unless_named() -> None:
         assert not dict(engine.named_parameters(names=[named]))[named].any()
 
 
-def test_a_companion_with_weights_of_the_model_is_refused() -> None:
-    """They would no longer train. Break: freeze the companion unseen."""
+@pytest.mark.parametrize("tied", ["before", "after"])
+def test_a_companion_with_weights_of_the_model_is_refused(tied: str) -> None:
+    """They would no longer train. Break: freeze the companion unseen; look when it is added alone."""
     model, frozen = student(), student()
-    frozen.model.embed_tokens = model.model.embed_tokens
-    with pytest.raises(ConfigError, match=r"shares model\.embed_tokens\.weight with the model"):
-        add_companion(model, "teacher", frozen)
-    assert all(each.requires_grad for each in (*model.parameters(), *frozen.parameters()))
+    if tied == "before":
+        frozen.model.embed_tokens = model.model.embed_tokens
+    add_companion(model, "teacher", frozen)
+    if tied == "after":
+        frozen.model.embed_tokens = model.model.embed_tokens
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight is shared with a companion"):
+        Engine(model)
+    assert all(each.requires_grad for each in model.model.parameters())
+
+
+def test_a_companion_is_added_before_the_engine() -> None:
+    """The engine would not stream it. Break: compare the parameters alone."""
+    model = student()
+    with Engine(model, SGD(lr=0.5)) as engine:
+        add_companion(model, "teacher", teacher())
+        with pytest.raises(ConfigError, match=r"companions was added after Engine\(\) was created"):
+            engine.step(rows())
+
+
+def test_a_copy_of_a_model_has_a_companion_too() -> None:
+    """It stays frozen and in eval mode, and no checkpoint has it. Break: know companions as objects."""
+    model, _ = both()
+    model = copy.deepcopy(model).train()
+    frozen = model.companions["teacher"]
+    assert not frozen.training
+    with Engine(model, SGD(lr=0.5), precision="fp32") as engine:
+        engine.step(rows(), Distillation(frozen))
+        assert [name for name, _ in engine.named_parameters()] == [name for name, _ in student().named_parameters()]
 
 
 def test_a_name_in_use_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has an attribute 'model' already"):
-        add_companion(student(), "model", nn.Linear(2, 2))
+    model, _ = both()
+    with pytest.raises(ConfigError, match="has companions already, or one of the name 'teacher'"):
+        add_companion(model, "teacher", nn.Linear(2, 2))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

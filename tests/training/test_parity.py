@@ -189,7 +189,7 @@ def test_another_loss_on_one_side_is_found(of_method: Run, monkeypatch: pytest.M
 
     def change(resident: ResidentTrainer, model: Any, *args: Any, loss_fn: Any, **settings: Any) -> None:
         if method == "distill":
-            model.get_parameter("teacher.model.layers.1.mlp.up_proj.weight").data.mul_(2)
+            model.get_parameter("companions.teacher.model.layers.1.mlp.up_proj.weight").data.mul_(2)
         else:
             loss_fn._temperature *= 1 + 2**-20
         begin(resident, model, *args, loss_fn=loss_fn, **settings)

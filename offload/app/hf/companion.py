@@ -47,13 +47,12 @@ def check_companion(config: Config, key: str, architecture: PreTrainedConfig, nu
 
 
 def beside(built: BuiltModel, name: str, companion: BuiltModel) -> BuiltModel:
-    """Return `built` with the frozen model of `companion` as the submodule `name`. Both may be unfilled."""
-    add_companion(built.model, name, companion.model)
-    prefix = f"{name}."
+    """Return `built` with the frozen model of `companion` beside it. Both may be unfilled."""
+    prefix = add_companion(built.model, name, companion.model)
 
     def fill(unit: str, module: nn.Module) -> Mapping[nn.Parameter, Source] | None:
-        if unit == name or unit.startswith(prefix):
-            return companion.fill(unit.removeprefix(name).removeprefix("."), module)
+        if f"{unit}.".startswith(prefix):
+            return companion.fill(f"{unit}.".removeprefix(prefix).removesuffix("."), module)
         found = dict(built.fill(unit, module) or {})
         if not unit:  # the whole model: both
             found.update(companion.fill("", companion.model) or {})

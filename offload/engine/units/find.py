@@ -170,7 +170,7 @@ def describe_parameters(
                 f"{named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
     companions = companions_of(model)
-    owners = {id(parameter): prefix for prefix, each in companions.items() for parameter in each.parameters()}
+    of_companions = {id(parameter) for each in companions.values() for parameter in each.parameters()}
     with without_companions(model):
         kept = {number for each in (model, *companions.values()) for number in _kept_in_fp32(each)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -206,8 +206,13 @@ def describe_parameters(
             weight_decay=choice.weight_decay,
             rule=choice.rule,
             by_expert=id(parameter) in stacks,
-            companion=owners.get(id(parameter), ""),
+            companion=next(filter(name.startswith, companions), ""),
         )
+        if id(parameter) in of_companions and not info.companion:
+            raise ConfigError(
+                f"parameter {name} is shared with a companion, where it would not train: give a companion with "
+                "parameters of its own, such as a copy (copy.deepcopy)."
+            )
         if parameter in quantized:
             info = replace(info, codec=quantized[parameter])
         elif info.can_be_quantized and info.trainable:

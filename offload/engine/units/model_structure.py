@@ -74,6 +74,8 @@ class ModelStructure:
                 continue
             if child is None:
                 self._refuse(module, key, "was removed")
+            if key not in children:
+                self._refuse(module, key, "was added")
             self._refuse(module, key, f"became another {type(child).__name__}")
         self._refuse(module, min(keys ^ module._parameters.keys()), "was added or removed")
 
