@@ -17,6 +17,8 @@ from offload.errors import ConfigError, warn
 from offload.user_cache import hash_paths, kept_bytes
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
+_BF16_CAPABILITY = 8, 0
+"""First compute capability with bf16 products: Ampere."""
 _FP8_CAPABILITY = 8, 9
 """First compute capability with FP8 products: Ada."""
 PINNING_ADVICE = (
@@ -110,6 +112,11 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
             f"the CPU computes. This torch was built {built} Set the device to cpu to avoid this warning."
         )
     return None
+
+
+def has_bf16(accelerator: Accelerator | None) -> bool:
+    """True if the accelerator computes in bf16 itself; for the CPU (None) too, which has no faster fp16."""
+    return accelerator is None or accelerator.has_bf16
 
 
 def device_of(accelerator: Accelerator | None) -> torch.device:
@@ -303,6 +310,11 @@ class Accelerator:
         self.module.set_device(self.device)
 
     @property
+    def has_bf16(self) -> bool:
+        """True if the device computes in bf16 itself. Others emulate it, far more slowly than fp16."""
+        return True
+
+    @property
     def lacks_fp8(self) -> str:
         """Why the device cannot multiply in FP8 (float8_e4m3fn). Empty: it can, or the products are emulated."""
         return ""
@@ -384,6 +396,11 @@ class CudaAccelerator(Accelerator):
 
     can_register = True
     _sleeping: Mapping[str, bool] = {"blocking": True}  # ignored by torch.Event
+
+    @property
+    def has_bf16(self) -> bool:
+        properties = self.module.get_device_properties(self.device)
+        return bool(torch.version.hip) or (properties.major, properties.minor) >= _BF16_CAPABILITY
 
     @property
     def lacks_fp8(self) -> str:

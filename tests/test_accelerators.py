@@ -16,6 +16,7 @@ from offload.accelerators import (
     Accelerator,
     CudaAccelerator,
     accelerators,
+    has_bf16,
     open_accelerator,
     own_accelerator,
     unusable_gpu,
@@ -217,3 +218,18 @@ def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path, monkeypatch: pytest
     told = str(unusable_gpu({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path))
     assert "NVIDIA GPU (535.161.08)" in told
     assert "for CUDA 13.0: the driver may be too old" in told
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((6, 0), None, False), ((7, 0), None, False), ((7, 5), None, False), ((8, 0), None, True), ((9, 0), "6.4", True)],
+)
+def test_gpus_before_ampere_emulate_bf16(
+    capability: tuple[int, int], hip: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = SimpleNamespace(major=capability[0], minor=capability[1])
+    module = SimpleNamespace(get_device_properties=lambda _device: found)
+    assert has_bf16(CudaAccelerator(torch.device("cuda"), module)) == expected
+    assert has_bf16(Accelerator(torch.device("xpu"), module))
+    assert has_bf16(None)

@@ -160,9 +160,10 @@ def read_stored(
                 "built here. Load the checkpoint with engine.load_checkpoint, and export it with engine.export."
             )
         config = folder_config(folder)
-        in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
+        stored = {entry.planes.get("weights") for entry in reader.contents.values()}
+        short = next((each for each in (torch.bfloat16, torch.float16) if each in stored), torch.float32)
         with DeferredInit(0):
-            main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
+            main = dtype or short
             model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
             recompute_buffers(model)
             # No configuration has the ties cut at load, and the rules for names.

@@ -24,7 +24,7 @@ from offload.errors import ConfigError, RankLostError
 LOOK_S = 0.2
 """Seconds between two checks for a lost rank during a wait on gloo. A gloo wait cannot be interrupted."""
 _CHUNK_MULTIPLE = 256  # elements
-_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Value = TypeVar("_Value")
 
 

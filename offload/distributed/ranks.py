@@ -306,7 +306,8 @@ class Ranks(Comm):
         _check(full, shard, self.size, operation)
         if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
             raise ValueError(
-                f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
+                f"{operation}: from {full.dtype} to {shard.dtype}; only float64, float32, bfloat16 and float16 can be "
+                "summed."
             )
         with self._exchange(operation, full.numel()):
             pieces = pieces_of(full, self.size)

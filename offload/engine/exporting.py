@@ -16,8 +16,8 @@ from offload.engine.companions import without_companions
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.files.sources import FORMAT, MODEL_FORMATS, ReadValues
+from offload.layout.planes import DTYPES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1
 
 
@@ -45,11 +45,12 @@ def export_model(
 
     Raises, on all ranks, ConfigError, DiskError, or any error from `share_outcome` if rank 0 cannot write.
     """
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm, flow = state.memory.comm, state.flow
-    # The device weights may be rounded to bf16: any other dtype comes from the fp32 masters.
-    is_rounded = derived_model is None and dtype in (None, torch.bfloat16)
+    # The device weights may be rounded to 16 bits: any other dtype comes from the fp32 masters.
+    computed = {DTYPES[info.compute] for info in state.weights.infos}
+    is_rounded = derived_model is None and (dtype is None or computed <= {torch.float32, dtype})
     read = partial(state.memory.store.values.read_range, travelling=is_rounded)
     if comm.rank:
         while (wanted := _broadcast_range(comm, _END, 0, 0))[0] != _END:

@@ -181,12 +181,14 @@ class Steps:
         """Final decisions that change result bits; JSON."""
         updates = self._flow.updates
         clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
-        return {**clip, "chunk_bytes": self.losses.chunk_bytes, "analysis": vars(self.analysis)}
+        scale = updates.loss_scale.state_dict()
+        return {**clip, **scale, "chunk_bytes": self.losses.chunk_bytes, "analysis": vars(self.analysis)}
 
     def restore_decisions(self, decided: Mapping[str, Any]) -> None:
         """Take over another engine's decisions."""
         if self._chooses_clip:
             self._flow.updates.decide(decided["clip"], decided.get("unclipped"))
+        self._flow.updates.loss_scale.load_state_dict(decided)
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
         self._adopt(Analysis.of_decisions(decided))

@@ -496,7 +496,7 @@ def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 def refuse_arguments(args: Any) -> None:
     """Raise ConfigError for Trainer arguments without engine support."""
     why = {
-        "fp16": "an engine computes in fp32 or bf16: set bf16=True",
+        "fp16": "here an engine computes in fp32 or bf16: set bf16=True",
         "fp16_full_eval": "the engine holds the weights in its compute dtype: leave it out",
         "bf16_full_eval": "the engine holds the weights in its compute dtype: leave it out, and set bf16=True",
         "deepspeed": "an engine does the same itself: start with torchrun or python",

@@ -287,8 +287,8 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
     if half is not None:
         raise ConfigError(
-            f"{half} is float16, a dtype in which no engine computes: load the model with dtype=torch.bfloat16, or "
-            "float32."
+            f"{half} is float16, whose loss scale a loop of your own does not have: load the model with "
+            "dtype=torch.bfloat16, or float32."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # Trials of the engine draw numbers, and the loop must see the same batches as without an engine.

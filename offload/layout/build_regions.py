@@ -52,8 +52,9 @@ def build_regions(
         else:
             # Frozen parameters share a region whatever rule or link their groups name: neither is used.
             rule, link = 0, EXACT
-            is_alone = info.bf16_source  # nothing would be in a low half
-        has_low = info.compute == "bf16" and not is_alone and not codec.decodes
+            # Of bf16 values nothing would be in a low half; a frozen fp16 weight needs no master.
+            is_alone = info.bf16_source or info.compute == "fp16"
+        has_low = info.compute != "fp32" and not is_alone and not codec.decodes
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():
@@ -78,7 +79,7 @@ def build_regions(
             for position, piece in enumerate(members)
         ]
         suffix = ""
-        if compute != "bf16" and any(p.compute == "bf16" for p in parameters):  # not a run in fp32 alone
+        if compute == "fp32" and any(p.compute != "fp32" for p in parameters):  # not a run in fp32 alone
             suffix = " (fp32)"
         if rule:
             suffix += f" (rule {rule + 1})"

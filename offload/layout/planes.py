@@ -31,7 +31,9 @@ PARAMETER_ALIGNMENT = 128
 a block start, so no block spans two parameters.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes for weights on the device. fp16 weights are frozen."""
+"""Dtypes for weights on the device."""
+_LOWS = {"bf16": torch.int16, "fp16": torch.float32}
+"""Dtypes of the plane `low` beside such weights, see `offload.native.kernels.split`."""
 PAGE_BYTES = 4096
 """Page size in bytes, and a block size valid for any disk."""
 
@@ -132,10 +134,10 @@ def table(
     `moments` are the update rule's planes. `delays`: updates run during a pass, and the pass needs the previous
     weights. Raises ConfigError for a duplicate name or an invalid block in `moments`.
 
-    `weights` is the plane for copies: the bf16 high half, the fp32 master, or `codec` records. `low` is the low half of
-    a split master. `gradients` stores gradients until the norm over the backward pass is known. With a `link` other
-    than exact, copies use `codes`, the master weights as `link` records, and `weights` is stored with the optimizer
-    states.
+    `weights` is the plane for copies: the bf16 high half, the fp32 master, a copy of the master in fp16, or `codec`
+    records. `low` is the low half of a split master, or the fp32 master beside fp16. `gradients` stores gradients until
+    the norm over the backward pass is known. With a `link` other than exact, copies use `codes`, the master weights as
+    `link` records, and `weights` is stored with the optimizer states.
     """
     used = DTYPES[compute]
     stored_dtype, width = codec.storage_format(used)
@@ -149,7 +151,7 @@ def table(
         state = "optimizer"  # beside codes, only updates read the weights
     planes += [
         Plane("weights", stored_dtype, state, codec.block, width),
-        Plane("low", torch.int16),
+        Plane("low", _LOWS.get(compute, torch.int16)),
         *moments,
         Plane("gradients", used, "gradients"),
     ]

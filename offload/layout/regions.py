@@ -119,7 +119,7 @@ class Region:
     trainable: bool
     """True for trainable parameters."""
     has_low: bool
-    """True if the weights have a separate low half. Both halves together are fp32 weights."""
+    """True if the weights have a separate plane `low`. Both together are fp32 weights."""
     pieces: tuple[Piece, ...]
     """Parameter pieces in buffer order."""
     offsets: tuple[int, ...]
@@ -167,9 +167,9 @@ class Region:
         return DTYPES[self.compute]
 
     @property
-    def is_bf16(self) -> bool:
-        """True if weights and gradients are bf16."""
-        return self.compute == "bf16"
+    def is_short(self) -> bool:
+        """True if weights and gradients have 16 bits."""
+        return self.compute != "fp32"
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:

@@ -29,7 +29,8 @@ class Rates:
 
     h2d_bytes_per_s, d2h_bytes_per_s: copies between pinned memory and device, one direction at a time.
     both_ways_bytes_per_s: both directions concurrently, summed.
-    flops_per_s: torch matrix products, by precision ("fp32", "bf16", and "fp8" if the device has such products).
+    flops_per_s: torch matrix products, by precision: "fp32"; "bf16", or "fp16" for a device without
+        bf16; and "fp8" if the device has such products. See `flops`.
     device_bytes_per_s: device memory reads and writes in long stretches, such as the operands of a product.
     host_bytes_per_s: host memory reads and writes by all cores, in place, as in an update.
     launch_s: seconds to launch a small torch operation from Python, forward only.
@@ -65,11 +66,25 @@ class Rates:
     nvme_both_ways_bytes_per_s: float | None = None
     fresh_bytes_per_s: float | None = None
 
+    @property
+    def has_bf16(self) -> bool:
+        """True if the device multiplies in bf16 itself, so that no emulation is chosen."""
+        return "bf16" in self.flops_per_s
+
+    def flops(self, precision: str) -> float:
+        """Return the rate of matrix products in FLOP/s: for fp16 that of bf16, and for an emulated bf16 that of fp32,
+        if it has none of its own.
+        """
+        rates = self.flops_per_s
+        if precision == "fp16" and precision not in rates:
+            precision = "bf16"
+        return rates.get(precision, rates["fp32"])
+
     def attention(self, precision: str) -> float:
         """Return the rate of fused attention in FLOP/s."""
         measured = (self.attention_flops_per_s or {}).get(precision)
         if measured is None:
-            return _ATTENTION_SHARE * self.flops_per_s[precision]
+            return _ATTENTION_SHARE * self.flops(precision)
         return measured
 
     @property

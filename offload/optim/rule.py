@@ -58,7 +58,7 @@ class UpdateStep:
     weight_decay: float
     """Decoupled weight decay."""
     scale: float
-    """Factor on the gradients: the clipping coefficient."""
+    """Factor on the gradients: the clipping coefficient, divided by the loss scale."""
     key: int = 0
     """64-bit hash of parameter name and run seed, for `by_parameter` rules."""
     element: int = 0
@@ -130,7 +130,7 @@ class UpdateRule(ABC):
 
     @property
     def has_low(self) -> bool:
-        """True if trainable bf16 weights have a plane with the low 16 bits, so the master weights are fp32."""
+        """True if trainable bf16 and fp16 weights have a plane `low`, so the master weights are fp32."""
         return True
 
     @property
@@ -284,7 +284,7 @@ class UpdateRule(ABC):
         """Update weights in place and return the number of non-finite weights.
 
         states: planes by name: `weights`, `low` (see `has_low`) and the `moments`; [n] each, or scales per block.
-        gradients: fp32 or bf16 [n], to be multiplied by `by.scale`.
+        gradients: fp32, bf16 or fp16 [n], to be multiplied by `by.scale`.
         """
 
     def correct(

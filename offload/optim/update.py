@@ -29,6 +29,8 @@ class UpdateSettings(NamedTuple):
     """Base for random bits in rules."""
     workspace: torch.Tensor | None = None
     """Device memory for rules with device compute."""
+    unscale: float = 1.0
+    """Factor on the gradients that takes off the loss scale."""
 
 
 def update_tile(
@@ -43,7 +45,7 @@ def update_tile(
     """Update the touched parameters in a region tile. Return the number of non-finite weights: an int, or on an
     accelerator a 0-dim int64 tensor without a synchronization.
 
-    planes: flat over the tile; `gradients` in fp32 or bf16. touched: per parameter, True if a gradient arrived; other
+    planes: flat over the tile, gradients in a compute dtype. touched: per parameter, True if a gradient arrived; other
     parameters keep weights and moments, as in torch. scale: factor on the gradients (clipping coefficient).
     applied_scale: correct an update already made (and counted) with this scale to the result for `scale`.
     """
@@ -51,7 +53,7 @@ def update_tile(
         planes = {**planes}
         planes["weights"].copy_(planes.pop(STALE))
     num_wrong: int | torch.Tensor = 0
-    rules, infos, lr, seed, workspace = settings
+    rules, infos, lr, seed, workspace, unscale = settings
     gradients = planes["gradients"]
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
@@ -64,7 +66,7 @@ def update_tile(
             elements = span if plane.block == 1 else plane.cut(span)
             states[name] = flat[elements]
         num_steps = steps + (applied_scale is None)  # a correction belongs to a step already counted
-        by = UpdateStep(num_steps, lr * lr_scale, weight_decay, scale)
+        by = UpdateStep(num_steps, lr * lr_scale, weight_decay, scale * unscale)
         if position is not None:
             piece = state.region.pieces[position]
             info = infos[piece.parameter]
@@ -77,7 +79,7 @@ def update_tile(
         if applied_scale is None:
             num_nonfinite = rule.update(states, gradients[span], by)
         else:
-            num_nonfinite = rule.correct(states, gradients[span], by, applied_scale)
+            num_nonfinite = rule.correct(states, gradients[span], by, applied_scale * unscale)
         encode(state.region, planes, span)
         if isinstance(num_wrong, int) and not num_wrong:  # the sum 0 + a tensor would be a launch
             num_wrong = num_nonfinite

@@ -129,7 +129,7 @@ def forward_seconds(
 ) -> float:
     """Estimate the time for a forward pass over `tokens` tokens: the longer of products and weight fetches."""
     numel = sum(info.numel for info in infos)
-    precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
+    precision = next((info.compute for info in infos if info.compute != "fp32"), "fp32")
     # A multiplication and an addition for each weight and token.
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
     fetched = sum(sharding.plane_bytes(region, region.travelling) for region in regions)

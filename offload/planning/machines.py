@@ -68,8 +68,8 @@ class Speeds:
         return self.hardware.rates.d2h_bytes_per_s
 
     def flops(self, precision: str) -> float:
-        """Return the matrix product rate in FLOP/s for "fp32" or "bf16"."""
-        return self.hardware.rates.flops_per_s[precision]
+        """Return the matrix product rate in FLOP/s by precision."""
+        return self.hardware.rates.flops(precision)
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> i
     """
     if sharding.size == 1:  # nothing to reduce
         return 0
-    reduced = [region for region in regions if region.trainable and (region.is_bf16 or sharding.dispatches)]
+    reduced = [region for region in regions if region.trainable and (region.is_short or sharding.dispatches)]
     return window_bytes([4 * region.numel // sharding.size for region in without_repeats(reduced, shards)], shards)
 
 

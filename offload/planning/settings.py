@@ -41,7 +41,7 @@ class Settings:
 
     optimizer: update rule.
     placement: tier and budget for each kind of state.
-    precision: compute dtype: fp32, or bf16 (with fp32 masters by default).
+    precision: compute dtype: fp32; bf16 (with fp32 masters by default); or fp16, with fp32 masters and a loss scale.
     micro_batch_size: rows per unit run; None: the whole batch.
     rows: batch entries with one item per row. None: all tensors whose first axis has the batch size. A list of names:
         these tensors, along the first axis. A mapping from names: the axis; None for data shared by all rows; the name
@@ -91,7 +91,7 @@ class Settings:
         _check_rule(self.optimizer)
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
-        _check(self.precision, ("fp32", "bf16"), "train.precision")
+        _check(self.precision, ("fp32", "bf16", "fp16"), "train.precision")
         _check(self.matmul, ("precision", "fp8_rowwise", "fp8_tensorwise"), "train.matmul")
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
@@ -191,7 +191,7 @@ class Settings:
     @property
     def skips(self) -> bool:
         """True if steps with non-finite gradients are skipped."""
-        return self.on_nonfinite == "skip"
+        return self.on_nonfinite == "skip" or self.precision == "fp16"
 
     @property
     def splits(self) -> bool:

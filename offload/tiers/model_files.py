@@ -30,6 +30,14 @@ _MOST_PIECE_BYTES = 1 << 20
 """Maximum bytes per piece."""
 
 
+def master_planes(region: Region, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return weights in any float dtype as the planes of exact master weights, by name."""
+    if not region.has_low:
+        return {"weights": weights}
+    high, low = kernels.split(weights.float(), high=str(region.dtype).removeprefix("torch."))
+    return {"weights": high, "low": low}
+
+
 def staging_bytes(ring_bytes: int) -> int:
     """Return the staging bytes for a ring of `ring_bytes`: at most as much, but at least one page per piece."""
     pages = min(ring_bytes // _NUM_PIECES, _MOST_PIECE_BYTES) // ALIGNMENT_BYTES
@@ -233,15 +241,9 @@ class FileRecord:
                 value = self.files.reads[piece.parameter](first + begin, first + end)
                 in_tile = slice(begin - self.begin, end - self.begin)
                 self.files.bytes_read += value.nbytes
-                halves = {"weights": value}
-                if region.has_low and value.dtype != torch.bfloat16:
-                    halves["weights"], halves["low"] = kernels.split(value.float())
+                halves = master_planes(region, value)
                 for name, plane in planes.items():
-                    part = plane[self.planes[name].cut(in_tile)]
-                    if name in halves:
-                        copy_in_one_thread(part, halves[name])
-                    else:  # bf16 values have no low half
-                        part.zero_()
+                    copy_in_one_thread(plane[self.planes[name].cut(in_tile)], halves[name])
 
 
 class ModelFiles:

@@ -16,6 +16,7 @@ from offload.layout.regions import ParameterInfo, Piece, Region, align
 from offload.layout.sharding import Sharding
 from offload.native import kernels
 from offload.tiers.device import Device
+from offload.tiers.model_files import master_planes
 from offload.tiers.tile import RegionState
 
 Read = Callable[[int, int], torch.Tensor]
@@ -74,21 +75,18 @@ class Values:
             tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
-                    self._put(planes, plane.cut(in_tile), stored[plane.cut(in_piece)], region.has_low)
+                    self._put(planes, plane.cut(in_tile), stored[plane.cut(in_piece)], region)
                 if codes is not None:  # also ranges of other ranks, whose master weights may be only there
                     planes[CODES][travels.cut(in_tile)].copy_(codes[travels.cut(in_piece)])
 
-    def _put(self, planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
+    def _put(self, planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, region: Region) -> None:
         """Copy a piece into the tile planes, split for a split master."""
-        low: torch.Tensor | int = 0
         is_on_device = not planes["weights"].is_cpu
         if is_on_device:
             piece = self._device.copy_to_device(piece)
-        if is_split and piece.dtype != torch.bfloat16:
-            piece, low = kernels.split(piece.float())
-        planes["weights"][in_tile].copy_(piece)
-        if "low" in planes:
-            planes["low"][in_tile] = low
+        for name, values in master_planes(region, piece).items():
+            if name in planes:
+                planes[name][in_tile].copy_(values)
         if is_on_device:
             self._device.wait()
 
@@ -145,7 +143,7 @@ class Values:
     def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
         """Return parameter elements `begin` to `end` as a flat CPU copy. Collective.
 
-        Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
+        Default: fp32 master weights. `travelling`: weights in the compute dtype, as in an exact copy.
         """
         region = self.region(parameter)
         dtype = torch.float32
@@ -161,8 +159,8 @@ class Values:
         return self._complete(parameter, begin, values)
 
     def read_local(self, parameter: int) -> torch.Tensor:
-        """Return a parameter as used on the device (bf16 or fp32), as a CPU copy, in shape. Not collective: this rank
-        must hold all weights.
+        """Return a parameter as used on the device, in the compute dtype, as a CPU copy, in shape. Not collective: this
+        rank must hold all weights.
         """
         region = self.region(parameter)
         info = self._infos[parameter]

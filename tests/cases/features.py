@@ -55,7 +55,7 @@ PLACES: dict[str, dict[str, str]] = {
 DEVICE = PLACES["device"]
 CPU = PLACES["cpu"]
 NVME = PLACES["nvme"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
 """The update rule of a case without one."""
 
@@ -196,6 +196,15 @@ def _decoded(precision: str) -> Mapping[str, Any]:
     from tests.engine.test_frozen_weights import dequantised
 
     return {"plain": dequantised(build(adapted), "nf4", DTYPES[precision])}
+
+
+def _in_fp16(_precision: str) -> Mapping[str, Any]:
+    """Frozen weights have no masters: each is rounded to fp16 once."""
+    model = _decoded("fp16")["plain"]
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.half().float()
+    return {"plain": model}
 
 
 def _decoded_experts(precision: str) -> Mapping[str, Any]:
@@ -438,6 +447,14 @@ CASES: dict[str, Case] = {
         ranks_within=1e-3,  # weights in bf16 and products in FP8 are rounded after sums in another order
         limits={"offload.extras.quant.products.LEAST_SIZE": 32},
     ),
+    "fp16": Case(
+        settings={"precision": "fp16"},
+        bits={
+            "fp16": at(CPU, _ROWS),
+            "ranks-fp16": at(NVME, _TWO),
+            "resume-fp16": at(CPU, resumes=True),
+        },
+    ),
     "sgd": Case(
         settings={"optimizer": SGD(lr=0.1, momentum=0.9, weight_decay=0.1)},
         is_fuzzed=True,
@@ -528,6 +545,14 @@ CASES: dict[str, Case] = {
             "lora-base-int8": at(CPU, make=lora(wide_llama), frozen_weights="int8"),
             "lora-base-nf4-nvme-bf16": at(NVME, BF16, make=lora(wide_llama)),
         },
+    ),
+    "fp16 over nf4": Case(
+        adapted,
+        {"frozen_weights": "nf4", "precision": "fp16"},
+        reference=_in_fp16,
+        saves={"trained_only": True},
+        limits={"offload.layout.codecs.PIECE_NUMEL": 16384},
+        bits={"lora-base-nf4-fp16": at(NVME, make=lora(wide_llama))},
     ),
     "updates on the device": Case(
         settings={"update": "device"},

@@ -348,9 +348,11 @@ OWN = {"model__path": "m", "max_positions": 130}
 
 
 class TestResolve:
-    def resolved(self, has_accelerator: bool = False, max_positions: int | None = None, **values: Any) -> Config:
+    def resolved(
+        self, has_accelerator: bool = False, max_positions: int | None = None, has_bf16: bool = True, **values: Any
+    ) -> Config:
         config = Config.load(None, {key.replace("__", "."): value for key, value in values.items()})
-        return resolve(config, has_accelerator=has_accelerator, max_positions=max_positions)
+        return resolve(config, has_accelerator=has_accelerator, has_bf16=has_bf16, max_positions=max_positions)
 
     @pytest.mark.parametrize(
         ("given", "found"),
@@ -359,6 +361,8 @@ class TestResolve:
             ({}, {"model.preset": "tiny", "train.steps": 400, "train.max_seconds": 90.0, "data.sequence_length": 256}),
             ({}, {"offload.device_memory": 9 << 20}),
             ({"has_accelerator": True}, {"offload.device_memory": None, "train.precision": "bf16"}),
+            ({"has_accelerator": True, "has_bf16": False}, {"train.precision": "fp16"}),
+            ({"has_accelerator": True, "has_bf16": False, "optimizer__name": "mezo"}, {"train.precision": "bf16"}),
             (OWN, {"model.init": "pretrained", "data.sequence_length": 128, "optimizer.lr": 2e-5}),
             (OWN, {"offload.device_memory": None, "train.max_seconds": None}),
             ({"model__path": "m/config.json"}, {"model.init": "random"}),

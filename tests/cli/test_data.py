@@ -63,7 +63,7 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
         assert main([*given, "--samples", str(samples), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         config, architecture, kind, *_ = RunSetup.read(
-            ResumePoint(parse_config(given, prog="", description="")), has_accelerator=False
+            ResumePoint(parse_config(given, prog="", description="")), accelerator=None
         )
         data = FileRows.build(config, kind, vocab_size(architecture), lambda *_: None)
         size = vocab_size(architecture)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import AdamW
+from offload.layout.planes import DTYPES
 from offload.native import kernels
 from offload.optim.rule import ParameterTraits, RuleChoice, UpdateRule, UpdateStep, parameter_key
 from tests.engine.device import own_device, twin
@@ -42,13 +43,16 @@ def comparable(norm: float) -> float:
 class Reference:
     """Trains a copy of `model` by an update rule. It computes on the accelerator, if present, and updates on the CPU.
 
-    With precision bf16 the copy computes in bf16 under fp32 masters; parameters with `kept(name)` stay in fp32. bf16
-    gradients are summed in fp32 over micro-batches and over all uses of a tied weight, and rounded once. For this the
-    copy is untied: each use has a separate weight, and all of them follow one master.
+    With precision bf16 or fp16 the copy computes in 16 bits under fp32 masters; parameters with `kept(name)` stay in
+    fp32. Its gradients are summed in fp32 over micro-batches and over all uses of a tied weight, and rounded once. For
+    this the copy is untied: each use has a separate weight, and all of them follow one master. In fp16 the loss has the
+    scale of `torch.amp.GradScaler`, by torch's own function; `skipped` lists the steps (from 0) without an update.
 
     `shown(master)` returns the fp32 weights to compute with in place of the master. The master gets their gradient
     unchanged.
     """
+
+    growth_interval = 2000
 
     def __init__(
         self,
@@ -72,9 +76,14 @@ class Reference:
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False
         self.named = {name: [p] for name, p in self.model.named_parameters()}
-        if precision == "bf16":
+        if precision != "fp32":
             self.named = untie(self.model)
-        self.split = {name for name in self.named if precision == "bf16" and not kept(name)}
+        self.short = DTYPES[precision]
+        self.scale = torch.tensor(2.0**16 if precision == "fp16" else 1.0)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32)
+        self.skipped: list[int] = []
+        self._num_done = 0
+        self.split = {name for name in self.named if precision != "fp32" and not kept(name)}
         self.masters = {name: uses[0].detach().to("cpu", torch.float32, copy=True) for name, uses in self.named.items()}
         self.choices = dict(self._choices())
         self.states = {
@@ -97,7 +106,7 @@ class Reference:
         """Train on a batch. Return the loss and the gradient norm. `count` returns a micro-batch's weight."""
         total = torch.zeros(())
         for loss in self.losses(batch, loss_fn, count or count_shifted):
-            loss.backward()
+            loss.backward(torch.full_like(loss, float(self.scale)))
             total += loss.detach().cpu().float()
             self.collect()
         return total, self.update()
@@ -144,12 +153,22 @@ class Reference:
     def update(self) -> float:
         """Clip and update with the collected gradients. Return the norm."""
         sums, self._sums = self._sums, {}
+        if self.short == torch.float16:
+            sums = {name: total.half().float() if name in self.split else total for name, total in sums.items()}
         squares = (kernels.sum_squares(sums[name]) for name in self.named if name in sums)
         norm = math.sqrt(reduce(add, squares, 0.0))  # sum() is compensated since Python 3.12
+        norm /= float(self.scale)
+        unscale, self._num_done = 1 / float(self.scale), self._num_done + 1
+        if self.short == torch.float16:
+            found_inf = torch.tensor(float(not math.isfinite(norm)))
+            torch._amp_update_scale_(self.scale, self._growth_tracker, found_inf, 2.0, 0.5, self.growth_interval)
+            if found_inf:
+                self.skipped.append(self._num_done - 1)
+                return comparable(norm)
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         for name, gradient in sums.items():
             if name in self.split:
-                gradient = gradient.bfloat16()
+                gradient = gradient.to(self.short)
             gradient = gradient.to(self.masters[name].device)
             choice = self.choices[name]
             self.steps[name] += 1
@@ -157,7 +176,9 @@ class Reference:
             rule, shape = self.rule.parts[choice.rule], tuple(gradient.shape)
             # An engine computes the products of a rule on the device, also for states on the host.
             workspace = torch.empty(rule.workspace_bytes(shape), dtype=torch.uint8, device=self.device)
-            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=shape, workspace=workspace)
+            by = UpdateStep(
+                self.steps[name], lr, choice.weight_decay, scale * unscale, key, shape=shape, workspace=workspace
+            )
             states = {plane: values.view(-1) for plane, values in self.states[name].items()}
             if gradient.numel():
                 rule.update(states, gradient.reshape(-1), by)
@@ -178,7 +199,9 @@ class Reference:
         """Copy the master weights to the model in the compute dtype."""
         for p in self.named[name]:
             master = self.shown(self.masters[name].cpu())
-            p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
+            if name in self.split:
+                master = master.half() if self.short == torch.float16 else kernels.split(master)[0]
+            p.data = master.to(self.device, copy=True)
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -261,4 +284,4 @@ def fake_quantised(weights: torch.Tensor, precision: str = "fp32") -> torch.Tens
     scales = blocks.abs().amax(1, keepdim=True) / 127
     levels = (blocks / scales.clamp(min=1e-38)).round().to(torch.int8)
     values = (levels * scales).view(-1)[: weights.numel()].view(weights.shape)
-    return values if precision == "fp32" else values.bfloat16().float()
+    return values.to(DTYPES[precision]).float()

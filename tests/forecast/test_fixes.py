@@ -31,7 +31,7 @@ def fixes(over: set[str], **settings: Any) -> list[dict[str, Any]]:
     found: Any = SimpleNamespace(
         config=Config.load(None, {"train.micro_batch_size": 1, **settings}),
         memory=SimpleNamespace(shortfalls=dict.fromkeys(over, 1), is_one_memory=False),
-        hardware=SimpleNamespace(rates=SimpleNamespace(has_disk=True)),
+        hardware=SimpleNamespace(rates=SimpleNamespace(has_disk=True, has_bf16=True)),
         prepared=SimpleNamespace(plan=SimpleNamespace(update="cpu")),
         refusal="",
         num_replicas=1,
@@ -83,7 +83,7 @@ def test_more_passes_are_tried_before_fewer_rows(settings: dict[str, Any], passe
 def test_passes_of_whole_micro_batches_are_listed_for_a_gpu(rows: int, passes: list[int]) -> None:
     found: Any = SimpleNamespace(
         config=Config.load(None, {"train.batch_size": 4 * rows, "train.micro_batch_size": 4}),
-        hardware=SimpleNamespace(device="cuda", rates=SimpleNamespace(flops_per_s={})),
+        hardware=SimpleNamespace(device="cuda", rates=SimpleNamespace(flops_per_s={}, has_bf16=True)),
         prepared=SimpleNamespace(plan=SimpleNamespace(update="cpu", residence=SimpleNamespace(common="cpu"))),
         num_groups=1,
         num_ranks=1,

@@ -57,7 +57,7 @@ def head_of_the_teacher_over_all_tokens(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/training/test_trainer.py::test_the_learning_rate_follows_the_schedule")
 def schedule_one_step_late(patch: pytest.MonkeyPatch) -> None:
     rate_at = trainer.rate_at
-    patch.setattr(trainer, "rate_at", lambda step, config: rate_at(max(0, step - 1), config))
+    patch.setattr(trainer, "rate_at", lambda step, *rest: rate_at(max(0, step - 1), *rest))
 
 
 @mutation("tests/integrations/test_trainer.py::test_a_run_is_that_of_the_plain_trainer")

@@ -80,6 +80,7 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
     "settings",
     [
         ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
+        ("--train.precision", "fp16", "--train.max_grad_norm", "0.5", *DISK),
         ("--optimizer.states", "int8", "--train.max_grad_norm", "none", "--train.recompute", "never", *HOST),
         ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
         ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),

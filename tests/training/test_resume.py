@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "speculative": {"train.clip": "speculative", "train.max_grad_norm": 0.3},
     "deferred": {"train.clip": "deferred", "train.max_grad_norm": 0.3, "train.precision": "bf16"},
     "late": {"train.clip": "deferred", "offload.throttle": {"update": {"latency_seconds": 0.01}}},
+    "fp16": {"train.precision": "fp16", "train.micro_batch_size": 2},
     "skip": {"train.on_nonfinite": "skip", "optimizer.schedule": "wsd"},
     "disk": {"train.precision": "bf16", **DISK},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
-from offload.engine.gradients import policies, updates
+from offload.engine.gradients import loss_scale, policies, updates
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError
 from offload.export import main as export_command
 from offload.extras.plan import alternatives
@@ -120,6 +121,22 @@ def test_the_learning_rate_follows_the_schedule(run: Any) -> None:
     _, lines, said = run("lr", train__steps=4, train__epochs=9, optimizer__lr=0.1, **warmup)
     assert "note: train.steps is 4, and overrides train.epochs, 9" in said
     assert [line["lr"] for line in lines] == pytest.approx([0.05, 0.1, 0.1, 0.05])
+
+
+def test_a_skipped_step_of_fp16_moves_no_schedule_and_the_scale_is_told(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**40)  # one that the first steps have to halve
+    warmup = {"optimizer__schedule": "linear", "optimizer__warmup_steps": 20}
+    precision = {"train__precision": "fp16", "train__log_every": 1}
+    _, lines, said = run("fp16", train__steps=30, optimizer__lr=0.1, **warmup, **precision)
+    skipped = [int(number) - 1 for number in re.findall(r"step (\d+) skipped: a gradient was not finite", said)]
+    num_before = [sum(number < step for number in skipped) for step in range(30)]
+    assert 0 < len(skipped) < 30
+    assert [line["loss_scale"] for line in lines] == [2.0 ** (40 - number) for number in num_before]
+    rates = [0.1 * (step - number + 1) / 20 for step, number in enumerate(num_before)]
+    assert [line["lr"] for line in lines[:20]] == pytest.approx(rates[:20])
+    assert f"scale {lines[-1]['loss_scale']:g}" in said
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     }
     if fields["grad_norm"] is not None:
         parts["grad"] = f"grad {fields['grad_norm']:.3g}"
+    if "loss_scale" in fields:
+        parts["scale"] = f"scale {fields['loss_scale']:g}"
     if "rewards/accuracies" in fields:
         parts["accuracy"] = f"accuracy {fields['rewards/accuracies']:.2f}"
         parts["margin"] = f"margin {fields['rewards/margins']:.3g}"
@@ -83,7 +85,7 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     parts["host"] = f"host {format_bytes(fields['peak_host_bytes'])}"
     if eta_s is not None:
         parts["eta"] = f"eta {clock(eta_s)}"
-    for name in ("host", "device", "lr", "grad", "margin", "speed", "eta"):  # slowly changing parts go first
+    for name in ("host", "device", "lr", "scale", "grad", "margin", "speed", "eta"):  # slowly changing parts go first
         if width is None or len("  ".join(parts.values())) <= width:
             break
         parts.pop(name, None)

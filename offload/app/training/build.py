@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
-from offload.accelerators import Accelerator, own_accelerator
+from offload.accelerators import Accelerator, has_bf16, own_accelerator
 from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
@@ -115,7 +115,9 @@ class RunSetup(NamedTuple):
     """True if embedding rows are added."""
 
     @classmethod
-    def read(cls, start: ResumePoint, user_model: ModelObject | None = None, *, has_accelerator: bool) -> RunSetup:
+    def read(
+        cls, start: ResumePoint, user_model: ModelObject | None = None, *, accelerator: Accelerator | None
+    ) -> RunSetup:
         """Read the architecture and check the settings against it.
 
         `user_model`: a model already made in Python. Raises ConfigError and MissingLibraryError.
@@ -153,7 +155,8 @@ class RunSetup(NamedTuple):
         most = max_positions(architecture)
         config = resolve(
             start.config,
-            has_accelerator=has_accelerator,
+            has_accelerator=accelerator is not None,
+            has_bf16=has_bf16(accelerator),
             max_positions=most,
             is_decoder=is_decoder(architecture),
         )
@@ -214,7 +217,7 @@ def make_run(
     resumes = bool(start.folders)
     with share_failure(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
-        setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
+        setup = RunSetup.read(start, user_model, accelerator=accelerator)
     build = _Build(start, comm, say, note, user_model, doing, accelerator, setup)
     asked = setup.config
     if resumes:  # by the rows of the earlier run: other rows would end at the comparison below

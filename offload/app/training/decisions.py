@@ -46,11 +46,20 @@ class Start(NamedTuple):
     is_builtin: bool
     """True for the built-in model with default sizes and places."""
     has_accelerator: bool
+    has_bf16: bool
+    """False for an accelerator that emulates bf16."""
     max_positions: int | None
     """Longest sequence of the model in tokens. None: no limit."""
 
 
-def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None, is_decoder: bool = False) -> Config:
+def resolve(
+    config: Config,
+    *,
+    has_accelerator: bool,
+    max_positions: int | None,
+    has_bf16: bool = True,
+    is_decoder: bool = False,
+) -> Config:
     """Return a copy with open values decided from the machine and the model. Arguments: see `Start`.
 
     `is_decoder`: a token of the model sees only those before it.
@@ -60,7 +69,7 @@ def resolve(config: Config, *, has_accelerator: bool, max_positions: int | None,
     places = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
     sizes = ("data.sequence_length", "train.batch_size", "train.micro_batch_size")
     # A run with an own size or place is no demonstration of streaming, and gets no small budget.
-    start = Start(config.is_default("model", *sizes, *places), has_accelerator, max_positions)
+    start = Start(config.is_default("model", *sizes, *places), has_accelerator, has_bf16, max_positions)
     defaults = RULE_SETTINGS[config.optimizer.name].defaults
     values = {key.replace(".", "__"): value for key, value in defaults.items() if config.is_default(key)}
     values |= _default_end(config, start)
@@ -90,10 +99,13 @@ def _sequence_length(config: Config, start: Start) -> int:
 
 
 def _precision(config: Config, start: Start) -> str:
-    is_half = start.has_accelerator or config.optimizer.master == "bf16" or config.train.matmul != "precision"
-    if is_half:
+    if config.optimizer.master == "bf16" or config.train.matmul != "precision":
         return "bf16"
-    return "fp32"
+    if not start.has_accelerator:
+        return "fp32"
+    if start.has_bf16 or not config.optimizer.has_gradients:  # only gradients have the loss scale of fp16
+        return "bf16"
+    return "fp16"
 
 
 def _learning_rate(config: Config, _start: Start) -> float:

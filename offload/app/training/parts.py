@@ -106,12 +106,12 @@ def describe_differences(config: Config, engine: Engine) -> Iterator[str]:
         )
 
 
-def rate_at(step: int, config: Config) -> float:
-    """Return the learning rate for a step, counted from 0."""
+def rate_at(step: int, config: Config, num_skipped: int = 0) -> float:
+    """Return the learning rate for a step, counted from 0. `num_skipped`: earlier steps that moved no schedule."""
     optimizer, lora = config.optimizer, config.lora
     factor = restart_factor(step, every=lora.restart_every, warmup_steps=lora.restart_warmup_steps)
     return factor * learning_rate(
-        step,
+        step - num_skipped,
         base=float(optimizer.lr or 0.0),
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps or 0,

@@ -41,7 +41,7 @@ class Best:
 class RunProgress:
     """Run counters, from the start or resume point on.
 
-    - num_done, num_coarse: steps in the whole run, earlier processes included.
+    - num_done, num_skipped, num_coarse: steps in the whole run, earlier processes included.
     - loss: last step. eval_loss: last evaluation, after step `eval_step`. None before the first.
     - best: best evaluation.
     - num_tokens: tokens in all steps, without padding.
@@ -54,6 +54,7 @@ class RunProgress:
         self.num_done = self.first_step
         self.num_tokens = int(saved.get("tokens", 0))  # not in checkpoints of earlier versions, as others below
         self.num_coarse = saved["num_coarse"]
+        self.num_skipped = int(saved.get("skipped", 0))
         self.loss = saved["loss"]
         self.eval_loss = saved["eval_loss"]
         self.eval_step: int | None = saved.get("eval_step")
@@ -74,6 +75,7 @@ class RunProgress:
         self.loss = fields["loss"]
         self.last = fields
         self.num_coarse += result.coarse
+        self.num_skipped += result.skipped
 
     def record_evaluation(self, loss: float) -> None:
         """Record an evaluation after the last step."""
@@ -92,6 +94,7 @@ class RunProgress:
             "best": asdict(self.best),
             "tokens": self.num_tokens,
             "num_coarse": self.num_coarse,
+            "skipped": self.num_skipped,
         }
 
     @property

@@ -236,6 +236,8 @@ def step_fields(
         "peak_host_bytes": counters.peak_host_bytes,
         "peak_pinned_bytes": counters.peak_pinned_bytes,
     }
+    if config.train.precision == "fp16":
+        fields["loss_scale"] = result.loss_scale
     if engine.world_size > 1:
         fields |= {
             "all_gather_elements": counters.all_gather_elements,

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload.app.training.objectives import Batch
+from offload.engine.gradients.loss_scale import LOSS_SCALES
 from offload.engine.loss.loss import LossFunction, run_loss
 from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError
@@ -46,7 +47,7 @@ def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
         return decoded(info.link, master, DTYPES[info.compute])
     if info.compute == "bf16":
         return kernels.split(master.cpu())[0]
-    return master
+    return master.to(DTYPES[info.compute])
 
 
 @contextmanager
@@ -77,7 +78,7 @@ class ResidentTrainer:
       gradients before passing them on; plain autograd follows the order of the whole graph.
     - loss_fn: as for `Engine.step`. Its companions are in the model.
 
-    bf16 gradients are summed in fp32 over batch parts and over the places of a tied weight, and rounded once (see
+    Gradients in 16 bits are summed in fp32 over batch parts and over the places of a tied weight, and rounded once (see
     docs/reference/numerics.md). For this purpose each place of a tied weight has a separate parameter; all follow one
     master weight.
     """
@@ -109,6 +110,7 @@ class ResidentTrainer:
         self._skips = skips
         self._late_after = late_after
         self._loss_fn = loss_fn
+        self.loss_scale = LOSS_SCALES[precision]()
         self._num_done = 0
         self._infos = describe_parameters(model, rule, precision, frozen_weights, link_weights=link_weights)
         for module in model.modules():
@@ -122,7 +124,7 @@ class ResidentTrainer:
         move_to_device(model, device)
         by_name = dict(model.named_parameters())
         self._places = {name: [p] for name, p in by_name.items()}
-        if precision == "bf16":
+        if precision != "fp32":
             self._places = separate_ties(model)
         self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
         self._steps = [0] * len(self._infos)
@@ -165,7 +167,7 @@ class ResidentTrainer:
             part_loss = run_loss(self.model, inputs, self._loss_fn)
             if share != 1.0:
                 part_loss = part_loss * share
-            part_loss.backward()
+            part_loss.backward(torch.full_like(part_loss, self.loss_scale.value))
             loss += part_loss.detach().to(torch.float32)
             self._collect()
         return loss.item(), self._update()
@@ -185,11 +187,17 @@ class ResidentTrainer:
         """Clip and update with the gradient sums. Return their norm."""
         sums = self._sums
         self._sums = {}
+        for index in sums:
+            if self._infos[index].compute == "fp16":  # a sum too large for fp16 is infinite
+                sums[index] = sums[index].half().float()
         norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])  # in the engine's order
+        norm /= self.loss_scale.value
         is_late = self._late_after is not None and self._num_done >= self._late_after
         self._num_done += 1
+        unscale = 1 / self.loss_scale.value
+        self.loss_scale.adjust(norm < float("inf"))
         if not norm < float("inf"):
-            if self._skips:
+            if self._skips or self.loss_scale.skips:
                 return norm
             raise ConfigError(
                 f"the resident side's gradients have the norm {norm} in step {self._num_done}, so nothing can be "
@@ -198,7 +206,7 @@ class ResidentTrainer:
         if is_late:  # the next step sees the updates before this one
             for index in range(len(self._infos)):
                 self._show(index)
-        scale = clip_coefficient(norm, self._max_grad_norm)
+        scale = unscale * clip_coefficient(norm, self._max_grad_norm)
         for index, gradient in sums.items():
             self._update_parameter(index, gradient, scale)
             if not is_late:
@@ -220,8 +228,7 @@ class ResidentTrainer:
             shape=info.shape,
             workspace=workspace,
         )
-        if info.compute == "bf16":  # once, after all sums: the engine rounds a gradient at this place too
-            gradient = gradient.bfloat16()
+        gradient = gradient.to(DTYPES[info.compute])  # once, after all sums: the engine rounds at this place too
         part.update(self._states[index], gradient.to(self._update_devices[info.name]), by)
 
     def _show(self, index: int) -> None:

@@ -223,7 +223,7 @@ class Trainer:
                 return
             self._callbacks.notify("on_step_begin")
             self._say(*self._trainable.before_step(self._engine, step))
-            self._engine.lr = rate_at(step, self.config)
+            self._engine.lr = rate_at(step, self.config, progress.num_skipped)
             mark = {}
             if not self.config.optimizer.has_gradients and step == progress.first_step:  # for replay
                 mark["weights"] = self._engine.weights_mark()

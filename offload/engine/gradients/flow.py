@@ -47,7 +47,7 @@ _LARGE_NUMEL = 1 << 20
 
 def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient to a sum in place. On a CPU, torch would first make a copy of the whole gradient in fp32."""
-    is_copied = total.is_cpu and gradient.dtype == torch.bfloat16 and total.dtype == torch.float32
+    is_copied = total.is_cpu and gradient.dtype != torch.float32 and total.dtype == torch.float32
     if is_copied and gradient.numel() >= _LARGE_NUMEL and gradient.is_contiguous():
         kernels.accumulate(total, gradient)
     else:
@@ -209,7 +209,7 @@ class GradientFlow:
         if not passing:
             return
         # Spare room by chance must not change the gradient order: clipping may depend on this order.
-        is_too_wide = self._repeats and any(region.is_bf16 and region not in self._planned_wide for region in passing)
+        is_too_wide = self._repeats and any(region.is_short and region not in self._planned_wide for region in passing)
         stretch = None
         if not is_too_wide:
             stretch = self._buffer.take(sum(map(self._passing_bytes, passing)))
@@ -254,9 +254,9 @@ class GradientFlow:
                     self.transfer.send_zeros(region)
 
     def _passing_dtype(self, region: Region) -> torch.dtype:
-        if region.is_bf16 and not self.sums_in_fp32:
-            return torch.bfloat16
-        return torch.float32
+        if self.sums_in_fp32:
+            return torch.float32
+        return region.dtype
 
     def _passing_bytes(self, region: Region) -> int:
         return region.numel * self._passing_dtype(region).itemsize
@@ -273,7 +273,7 @@ class GradientFlow:
         """Context: gradients from repeated unit uses add up, and leave the device at the end (head chunks)."""
         summed_in_fp32 = self.sums_in_fp32
         self._repeats = True
-        self.sums_in_fp32 = True  # a sum over many chunks would lose digits in bf16
+        self.sums_in_fp32 = True  # a sum over many chunks would lose digits in 16 bits
         try:
             yield
         finally:
@@ -336,6 +336,11 @@ class GradientFlow:
     def discards_gradients(self) -> bool:
         """True if gradients are from a trial, or only their norm is needed."""
         return self._observer is not None or self.transfer.policy.drops
+
+    @property
+    def is_observed(self) -> bool:
+        """True in a trial: the gradients are compared, and no update follows."""
+        return self._observer is not None
 
     def observe(self, observer: GradientObserver | None) -> None:
         """Pass gradients to `observer` instead of the host, for trials (also during an own loop's step).

@@ -180,8 +180,11 @@ class Measures:
 def _squares(region: Region, flat: torch.Tensor, span: slice) -> Any:
     """Return the fp64 square sum for each piece, on the device with `flat`.
 
-    `flat`: the `span` of a region.
+    `flat`: the `span` of a region. fp32 sums of gradients in fp16 are rounded in place.
     """
+    if region.compute == "fp16" and flat.dtype == torch.float32:  # a sum too large for fp16 must show as infinite
+        for part in flat.split(_PART):
+            part.copy_(part.to(region.dtype))
     offsets, sizes = _clip_pieces(tuple(region.offsets), tuple(region.sizes), span.start, span.stop)
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)

@@ -227,7 +227,7 @@ class ReplicaSums(Exchange):
     def _sum(
         self, gradients: Gradients, into: torch.Tensor | None, users: Sequence[Ticket] = ()
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Copy a shard's gradients [n] in bf16 or fp32 to the tier of the states and sum over replicas.
+        """Copy a shard's gradients [n] to the tier of the states and sum over replicas.
 
         `into`: memory for this rank's range in the gradient dtype, written after the `users` tickets; None: memory
         behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
@@ -235,7 +235,7 @@ class ReplicaSums(Exchange):
         region, flat, source, reads, _, measure = gradients
         assert measure is not None
         own, plane = self._store.sharding.own(region), region.plane("gradients")
-        num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
+        num_bytes = 4 * len(flat)  # a shard in 16 bits leaves room for an fp32 piece
         room = num_bytes
         if into is None:
             room += plane.num_bytes(own.stop - own.start)
@@ -252,7 +252,7 @@ class ReplicaSums(Exchange):
             self._store.counters.count("d2h_bytes", terms.nbytes)
         stretch.fence.record_writer(copied)
         piece = None
-        if flat.dtype == torch.bfloat16:
+        if flat.dtype != torch.float32:
             piece = stretch.flat[terms.nbytes : num_bytes]
         ticket = self._exchange(region, terms, into, measure, (copied,), users, piece)
         stretch.fence.record_writer(ticket)

@@ -142,7 +142,7 @@ class Exchange:
 
 def round_sum(region: Region, flat: torch.Tensor) -> None:
     """Round an fp32 sum in place to the gradient dtype of the region."""
-    if region.is_bf16 and flat.dtype == torch.float32:
+    if region.compute == "bf16" and flat.dtype == torch.float32:  # fp16 sums are rounded when they are measured
         kernels.round_bf16_(flat)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.loss_scale import LOSS_SCALES
 from offload.engine.gradients.policies import (
     DeferredPolicy,
     ImmediatePolicy,
@@ -70,6 +71,8 @@ class Updates:
         self._norm: float | None = None
         """This step's norm, from a separate backward."""
         self._skips = settings.skips
+        self.loss_scale = LOSS_SCALES[settings.precision]()
+        """Factor on the loss of each backward."""
         self._delays_from = math.inf  # in steps
         if settings.delay:
             self._delays_from = settings.delay_after
@@ -137,7 +140,7 @@ class Updates:
         self._norm = norm
         self._limit = self.max_norm
         self._lanes.close_step()
-        self.tiles.settings = self.tiles.settings._replace(lr=lr)
+        self.tiles.settings = self.tiles.settings._replace(lr=lr, unscale=1 / self.loss_scale.value)
         self.tiles.place.begin_step()
         delays = self.delays(number)
         self._flow.transfer.policy = self._choose(after_norm or delays, delays, for_norm, norm)
@@ -168,8 +171,13 @@ class Updates:
     def measure(self) -> float:
         """Complete the gradients and return their norm over all ranks. Collective."""
         self._flow.send_rest()
+        return self._total_norm()
+
+    def _total_norm(self) -> float:
+        """Wait for the gradients and return their norm over all ranks, without the loss scale. Collective."""
         self._flow.finish()
-        return total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
+        norm = total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
+        return norm / self.loss_scale.value
 
     def steer(self, lr: float, max_norm: float | None) -> None:
         """Set the learning rate and, if given, the clipping norm (0: no clipping) for this step.
@@ -186,11 +194,11 @@ class Updates:
         `first_use`: sort key for the updates, a region's first use in the next step.
         """
         policy = self._flow.transfer.policy
-        self._flow.finish()
-        norm = total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
+        norm = self._total_norm()
         # The updates have used the norm of the first backward. The last bits may differ.
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
+        self.loss_scale.adjust(math.isfinite(norm))
         if math.isfinite(norm):
             if self.num_unclipped is not None:  # this step counts for the decision about `clip: auto`
                 self.num_unclipped += 1

@@ -45,6 +45,8 @@ class HeadInputs(NamedTuple):
     """Receives the gradient of the hidden states, in their shape. None: no backward below the head."""
     term: Term = log_probs_with_gradient
     """Term of each token."""
+    scale: float = 1.0
+    """Factor on the loss in the backward."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class ChunkedHead:
         labels, slopes = inputs.batch["labels"], None
         if torch.is_grad_enabled():
             # The loss is the negative mean, so the slopes are known before the terms.
-            slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
+            slopes = torch.full(labels.shape, -inputs.scale / max(1, tokens), dtype=torch.float32, device=labels.device)
         return -self._backward(host, inputs, slopes) / tokens
 
     def loss_from_log_probs(self, host: Host, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:

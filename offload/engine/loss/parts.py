@@ -38,6 +38,19 @@ class Losses:
         self.num_chunks = 1
 
     @property
+    def _scale(self) -> float:
+        """Factor on the loss in a backward. 1 in a trial, whose gradients are compared with those of plain PyTorch."""
+        if self._flow.gradients.is_observed:
+            return 1.0
+        return self._flow.updates.loss_scale.value
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        gradient = None
+        if self._scale != 1.0:
+            gradient = torch.full_like(loss, self._scale)
+        self._flow.runner.backward(loss, gradient)
+
+    @property
     def is_called_per_micro_batch(self) -> bool:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
         return self._flow.execution_mode.cut == "calls"
@@ -127,7 +140,7 @@ class Losses:
                 batch, loss_fn = _without_ignored(batch), _finite(loss_fn)
             loss = _scale(run_loss(self._model, batch, loss_fn, has_backward=self.has_backward), share, inputs)
             if runs_backward and loss.requires_grad:
-                runner.backward(loss)
+                self._run_backward(loss)
         return total.add_(loss.detach().to(torch.float32))
 
     def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
@@ -164,7 +177,7 @@ class Losses:
                 loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
             loss = _scale(loss, share, inputs)
             if runs_backward and loss.requires_grad:
-                self._flow.runner.backward(loss)
+                self._run_backward(loss)
             total += loss.detach().to(torch.float32)
         return total
 
@@ -212,7 +225,7 @@ class Losses:
             gradient = None
             if hidden.requires_grad:
                 gradient = hidden.new_zeros(hidden.shape)
-            head_inputs = HeadInputs(output, batch, chunks, gradient, term)
+            head_inputs = HeadInputs(output, batch, chunks, gradient, term, self._scale)
             if gradient is not None:
                 flow.runner.check_writes()  # the head's gradients may be updated at once
             with flow.runner.whole_batch():
@@ -239,7 +252,8 @@ class Losses:
         loss = _scale(loss_fn.of(label_log_probs, batch), share, inputs)
         if not label_log_probs.requires_grad:
             return loss.detach(), None
-        return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
+        (slopes,) = torch.autograd.grad(loss, label_log_probs)
+        return loss.detach(), torch.nn.functional.pad(slopes[:, 1:] * self._scale, (0, 1))
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class Backward(Method):
         self._splits = self._settings.splits
 
     def own_loop(self) -> Backward:
+        self._host.updates.loss_scale.check_own_loop()
         return self
 
     def step(self, inputs: PassInputs) -> StepResult:
@@ -228,6 +229,7 @@ class Backward(Method):
         first_use = self._first_use()
         is_batch = tokens is not None
         self.expected = schedule_key, updates.is_immediate and not updates.measures_first
+        loss_scale = updates.loss_scale.value
         read_loss = host.device.copy_to_host(loss)  # before the host waits for the norm
         host.gradients.send_rest()
         if updates.is_immediate:  # all updates are submitted: the fetches need not wait for the norm
@@ -240,4 +242,4 @@ class Backward(Method):
             self._start_updates(is_batch)
         (total,) = self.sum(float(read_loss()))
         more = {"skipped": result.skipped, "corrected": result.corrected, "coarse": result.coarse}
-        return self._finish(total, result.norm, tokens, **more)
+        return self._finish(total, result.norm, tokens, loss_scale=loss_scale, **more)

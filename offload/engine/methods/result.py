@@ -27,6 +27,8 @@ class StepResult:
     """
     skipped: bool
     """True if the update was skipped for non-finite gradients."""
+    loss_scale: float = 1.0
+    """Factor on the loss in the backward; `grad_norm` and the update are without it. 1 except in fp16."""
     corrected: int = 0
     """Number of regions speculative clipping first updated with another coefficient."""
     coarse: bool = False

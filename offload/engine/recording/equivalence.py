@@ -155,7 +155,7 @@ class PassComparator:
 
     def __init__(self, flow: Flow, precision: str) -> None:
         self._flow = flow
-        self._is_half = precision == "bf16"
+        self._is_half = precision != "fp32"
 
     def compare(self, passes: PassPair, *, is_exact: bool = True) -> EquivalenceResult:
         """Compare the streamed passes with plain passes. Collective: all ranks get the same result.

@@ -48,9 +48,10 @@ from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.layout.planes import DTYPES
 from offload.modules import in_eval_mode
 
-_DTYPE_NAME = re.compile(r"\bfloat\b|c10::BFloat16")
+_DTYPE_NAME = re.compile(r"\bfloat\b|c10::BFloat16|c10::Half")
 """Dtypes in the errors of torch's products."""
 
 
@@ -386,19 +387,21 @@ class TrialRuns:
             yield
         except RuntimeError as error:
             tensors = Arguments((given, {})).tensors
-            changed = any(info.compute == "bf16" and not info.bf16_source for info in self._flow.infos)
+            changed = {info.compute for info in self._flow.infos if not info.bf16_source} - {"fp32"}
             wide = next((tensor for tensor in tensors if tensor.dtype == torch.float32), None)
-            is_inside = wide is None and {"float", "c10::BFloat16"} <= set(_DTYPE_NAME.findall(str(error)))
+            is_inside = wide is None and {"float"} < set(_DTYPE_NAME.findall(str(error)))
             if isinstance(error, ENGINE_ERRORS) or not changed or (wide is None and not is_inside):
                 raise
             what = "with its own float32 tensors, such as buffers,"
-            advice = "C"
+            short, advice = changed.pop(), "C"
+            dtype = str(DTYPES[short])
             if wide is not None:
                 what = f"on float32 {describe(wide)}"
-                advice = "Give the model bf16 tensors, model(x.to(torch.bfloat16)), or c"
+                advice = f"Give the model {short} tensors, model(x.to({dtype})), or c"
             raise ConfigError(
-                f"the model does not run {what} with weights in bf16: {error}. An engine in bf16 computes with bf16 "
-                f"weights, without the autocast of plain accelerate or the plain Trainer. {advice}ompute in fp32: "
+                f"the model does not run {what} with weights in {short}: {error}. An engine in {short} computes with "
+                f"{short} weights, without the autocast of plain accelerate or the plain Trainer. {advice}ompute in "
+                "fp32: "
                 "mixed_precision='no' of an accelerator, bf16=False of a Trainer, precision='fp32' of Engine or "
                 "offload.wrap, --train.precision fp32 of a run."
             ) from error

@@ -190,8 +190,8 @@ def describe_parameters(
                 f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
                 "run: the engine collects gradients unit by unit. Remove the hook; a hook of a module does run."
             )
-        compute = "bf16"
-        if precision == "fp32" or id(parameter) in kept:
+        compute = precision
+        if id(parameter) in kept:
             compute = "fp32"
         position_flags = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
         choice = optimizer.choose(ParameterTraits(name, tuple(parameter.shape), *position_flags))

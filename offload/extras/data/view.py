@@ -221,9 +221,9 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     """
     config.check_source()
     config.check_ranks(num_ranks)
-    has_accelerator = own_accelerator(config.offload.device) is not None
+    accelerator = own_accelerator(config.offload.device)
     # As in a run, so the view shows the rows of the run. Weights are not read here.
-    setup = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
+    setup = RunSetup.read(ResumePoint(config), accelerator=accelerator)
     config = setup.config
     data = FileRows.build(
         config,

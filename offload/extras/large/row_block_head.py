@@ -47,7 +47,7 @@ class RowBlockHead(ChunkedHead):
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             slopes = None
             if torch.is_grad_enabled():
-                slopes = torch.full_like(values, -1 / tokens)
+                slopes = torch.full_like(values, -inputs.scale / tokens)
             return -values.sum() / tokens, slopes
 
         return self.loss_from_log_probs(host, inputs, mean)

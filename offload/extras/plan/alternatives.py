@@ -569,7 +569,8 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.update": "cpu"}
     if on_host and prediction.num_replicas > 1:
         yield {"offload.replica_states": "shared"}
-    if (on_host or not short_tiers) and config.train.precision == "fp32":
+    has_bf16 = prediction.hardware.rates.has_bf16
+    if (on_host or not short_tiers) and config.train.precision == "fp32" and has_bf16:
         yield {"train.precision": "bf16"}
     if on_host and "states" in RULE_SETTINGS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
@@ -617,8 +618,9 @@ def _can_shorten_masters(config: Config) -> bool:
 
 def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield fp32 if the machine computes bf16 more slowly, as CPUs without bf16 instructions do."""
-    flops = prediction.hardware.rates.flops_per_s
-    if prediction.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
+    rates = prediction.hardware.rates
+    is_bf16 = prediction.config.train.precision == "bf16"
+    if is_bf16 and rates.flops_per_s and rates.flops("bf16") < rates.flops("fp32"):
         yield {"train.precision": "fp32"}
 
 

@@ -447,6 +447,7 @@ class Forecaster:
         config = resolve(
             config,
             has_accelerator=has_accelerator,
+            has_bf16=hardware.rates.has_bf16,
             max_positions=max_positions(self._architecture),
             is_decoder=is_decoder(self._architecture),
         )

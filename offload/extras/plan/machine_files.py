@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -25,9 +25,9 @@ _LEFT_OUT: dict[str, Any] = {
     "num_machines": 1,
 }  # fmt: skip
 """Defaults for omitted keys."""
-_PRECISIONS = ("fp32", "bf16")
-_FLOPS: Mapping[str, Collection[str]] = {"flops_per_s": _PRECISIONS, "attention_flops_per_s": ()}
-"""Rates by precision, with the precisions a machine file needs."""
+_PRECISIONS = ("fp32", "bf16", "fp16", FP8)
+_FLOPS = ("flops_per_s", "attention_flops_per_s")
+"""Rates by precision."""
 
 
 def read_machine(path_or_name: str | Path) -> Hardware:
@@ -157,7 +157,12 @@ class _MachineFile:
         """Parse a rate, or rates by precision."""
         if key not in _FLOPS:
             return self._number(f"rates.{key}", value)
-        by_precision = self._checked_keys(value, f"rates.{key}.", (*_PRECISIONS, FP8), _FLOPS[key])
+        needed: tuple[str, ...] = ()
+        if key == _FLOPS[0]:
+            needed = ("fp32", "bf16")
+            if isinstance(value, dict) and "fp16" in value:  # a device without bf16
+                needed = ("fp32",)
+        by_precision = self._checked_keys(value, f"rates.{key}.", _PRECISIONS, needed)
         return {precision: self._number(f"rates.{key}.{precision}", rate) for precision, rate in by_precision.items()}
 
     def _number(self, key: str, value: Any, is_whole: bool = False) -> float:

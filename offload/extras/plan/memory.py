@@ -465,7 +465,7 @@ class StepMemory:
         for region in self._regions if often or pieces else ():
             lasts = not region.trainable or gradient_lasts(region, self._resident) or region in self._in_row_blocks
             is_repeated = not often.isdisjoint(region.units)
-            in_pieces = region.is_bf16 and not self.settings.splits and not pieces.isdisjoint(region.units)
+            in_pieces = region.is_short and not self.settings.splits and not pieces.isdisjoint(region.units)
             if not lasts and (is_repeated or in_pieces):  # the plan itself counts sums that always last
                 num_bytes += 4 * region.numel
         return num_bytes

@@ -22,9 +22,18 @@ from typing import Any
 import psutil
 import torch
 
-from offload.accelerators import Accelerator, accelerators, device_of, multiplies_fp8, open_accelerator, own_accelerator
+from offload.accelerators import (
+    Accelerator,
+    accelerators,
+    device_of,
+    has_bf16,
+    multiplies_fp8,
+    open_accelerator,
+    own_accelerator,
+)
 from offload.app.environment import describe_cores, describe_environment
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
+from offload.layout.planes import DTYPES
 from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit, use_share_of_cores
 from offload.native import kernels
@@ -251,7 +260,6 @@ _MACHINE_RATES = (
 _CPU_RATES = (*_MACHINE_RATES, "fresh_bytes_per_s")
 _FRESH_BYTES = 64 << 20
 """Size of a result whose memory the C library takes from the system each time."""
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -352,12 +360,19 @@ def probe(
     )
 
 
+def _precisions(accelerator: Accelerator | None) -> tuple[str, str]:
+    """Return the dtypes of the rates: an emulated bf16 is never used."""
+    if has_bf16(accelerator):
+        return "fp32", "bf16"
+    return "fp32", "fp16"
+
+
 def _are_valid_rates(rates: Any, names: Collection[str]) -> bool:
     """Return True if the cached value is a dict with exactly these rates, all finite and positive."""
     if not isinstance(rates, dict) or set(rates) != set(names):
         return False
     return all(
-        _are_valid_rates(rate, _PRECISIONS)
+        isinstance(rate, dict) and (set(rate) & {"bf16", "fp16"}) and _are_valid_rates(rate, rate)
         if name in _FLOPS
         else type(rate) in (int, float) and math.isfinite(rate) and rate > 0
         for name, rate in rates.items()
@@ -413,7 +428,7 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         "d2h_bytes_per_s": down,
         "both_ways_bytes_per_s": max(up, down, both),  # two directions are no slower than one
         **{
-            rate: {name: measure(device, dtype) for name, dtype in _PRECISIONS.items()}
+            rate: {name: measure(device, DTYPES[name]) for name in _precisions(accelerator)}
             for rate, measure in _FLOPS.items()
         },
         "device_bytes_per_s": memory,

@@ -148,7 +148,7 @@ class PlannedStep:
             lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
             bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
             tokens_per_second=num_tokens * ranks / seconds,
-            mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
+            mfu=flops / (seconds * rates.flops(self.settings.precision)),
             moved_bytes={name: round(num_bytes) for name, num_bytes in step.moved_bytes.items()},
             exposed={name: waited for name, waited in step.exposed_s.items() if waited},
             hides_from_tokens=self._hiding_tokens(step),
@@ -271,8 +271,8 @@ class PlannedStep:
         The first gradient of a step is copied. Each further one, of a micro-batch, a head chunk, another use or a pass,
         is read and added, so the sum is read and written.
         """
-        is_bf16 = region.is_bf16 and not is_repeated and region.index not in self._lasting
-        buffer_bytes = region.numel * (2 if is_bf16 else 4)
+        is_short = region.is_short and not is_repeated and region.index not in self._lasting
+        buffer_bytes = region.numel * (2 if is_short else 4)
         first_bytes = num_first * (region.weight_bytes + buffer_bytes)
         moved_bytes = (num_gradients - num_first) * (region.weight_bytes + 2 * buffer_bytes)
         if self._is_summed(region) and region.index not in self._lasting:  # the sum of a pass starts at 0
@@ -459,7 +459,7 @@ def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0)
     Products and attention read and write their operands meanwhile, and together take no less than these bytes.
     """
     attention = cost.attention_flops / rates.attention(precision)
-    rate = rates.flops_per_s[precision]
+    rate = rates.flops(precision)
     products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rate
     products += cost.fp8_flops / rates.flops_per_s.get(FP8, rate)  # emulated on a CPU
     products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)

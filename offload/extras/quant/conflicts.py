@@ -3,9 +3,8 @@
 from offload.conflicts import Conflict, other_than
 
 CONFLICTS = (
-    Conflict("train.matmul", other_than("precision"), "train.precision", "fp32",
-        "train.precision fp32 computes with all 32 bits, and FP8 products return bf16",
-        "set --train.precision bf16, or --train.matmul precision"),
+    Conflict("train.matmul", other_than("precision"), "train.precision", ("fp32", "fp16"),
+        "FP8 products return bf16", "set --train.precision bf16, or --train.matmul precision"),
     Conflict("offload.parameters", "files", "offload.frozen_weights", other_than("exact"),
         "offload.frozen_weights {offload.frozen_weights} would change the weights, and the model's files are read "
         "unchanged", "set --offload.parameters cpu (or nvme), or --offload.frozen_weights exact"),

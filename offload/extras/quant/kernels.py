@@ -88,13 +88,11 @@ def encode_int8(
     isa: str | None = None,
 ) -> Tensor:
     """Return the int8 records of `weights`, uint8 [n], new or `out`. Weights are float32, bfloat16, or with `low`
-    (int16, or float32 beside float16) a split master.
+    (int16) the upper half of a float32 master.
     """
     assert _core is not None
     _, block, width = _CODECS["int8"]
     dtypes = FP32_OR_BF16
-    if weights.dtype == torch.float16 and low is not None:  # the whole master
-        weights, low = low, None
     if low is not None:  # the weights are the high half
         dtypes = BF16
     address, numel, is_bf16 = flat("weights", weights, dtypes)

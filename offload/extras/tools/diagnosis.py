@@ -199,7 +199,7 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
     }
     lane = max(seconds, key=seconds.__getitem__)
     # Compute grows with the tokens, and the bytes of a step do not.
-    num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
+    num_tokens = seconds[lane] * machine.rates.flops(precision) / (_FLOPS * NUM_PARAMETERS)
     return {"precision": precision, "seconds": seconds, "lane": lane, "num_tokens": round(num_tokens)}
 
 

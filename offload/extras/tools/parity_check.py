@@ -54,7 +54,11 @@ Say = Callable[[str], None]
 NUMBERS = ("loss", "grad_norm")
 _LENGTHS = ("train.steps", "train.epochs", "train.max_seconds")
 """Settings of the length. If all have their defaults, a run over few rows is as long as the comparison."""
-TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e-2, "weights": 0.25}}
+TOLERANCES = {
+    "fp32": {"numbers": 1e-4, "weights": 1e-2},
+    "fp16": {"numbers": 1e-2, "weights": 0.25},
+    "bf16": {"numbers": 2e-2, "weights": 0.25},
+}
 """Tolerances by precision, used when sum orders differ.
 
 numbers: relative difference between losses or norms. weights: distance relative to the change since the start. Single

@@ -1,0 +1,274 @@
+"""Training in fp16 with a loss scale: as plain PyTorch with fp32 masters and the rule of `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import LOMO, SGD, Adafactor, AdamW, Engine, Lion, MeZO, Muon, Placement
+from offload.distributed.joining import open_comm
+from offload.engine.gradients import loss_scale
+from offload.engine.gradients.loss_scale import DynamicScale
+from offload.errors import ConfigError, NonFiniteError
+from offload.optim.rule import UpdateRule
+from tests.cases.features import CASES, PLACES
+from tests.cases.models import build
+from tests.cases.run import small
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
+from tests.engine.device import own_device
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import parts_of, states, updating_device
+from tests.engine.ranks import run
+from tests.engine.reference import Reference
+from tests.matrix import quick
+
+NUM_STEPS, SPIKE = 12, 2
+"""Steps of a run, and the number of the one with gradients that are not finite."""
+RULE = AdamW(lr=1e-2, weight_decay=0.1)
+
+
+class Spiking:
+    """Loss that is a million times as large in one step: its gradients are infinite in fp16, and the loss is not."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(outputs, batch) * (1e6 if self.step == SPIKE else 1.0)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale grows after two finite steps: a run meets its largest value by itself."""
+    monkeypatch.setattr(loss_scale, "INTERVAL", 2)
+    monkeypatch.setattr(Reference, "growth_interval", 2)
+
+
+def steps_of(engine: Engine, numbers: range = range(NUM_STEPS)) -> Iterator[tuple[Any, ...]]:
+    """Yield (loss, norm, scale, skipped) for each step; norm -1: not finite."""
+    loss_fn = Spiking()
+    for number in numbers:
+        loss_fn.step = number
+        result = engine.step(words(number), loss_fn=loss_fn)
+        norm = result.grad_norm if math.isfinite(result.grad_norm) else -1.0
+        yield result.loss.item(), norm, result.loss_scale, result.skipped
+
+
+def of_plain_pytorch(reference: Reference) -> Iterator[tuple[Any, ...]]:
+    loss_fn = Spiking()
+    for number in range(NUM_STEPS):
+        loss_fn.step = number
+        scale = float(reference.scale)
+        loss, norm = reference.step(words(number), loss_fn)
+        yield loss.item(), norm if math.isfinite(norm) else -1.0, scale, number in reference.skipped
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(
+    ("place", "clip"),
+    quick([("cpu", 1.0), ("cpu", None), ("device", 0.05), ("nvme", 0.05), ("moments on nvme", None)], [("nvme", 0.05)]),
+)
+def test_losses_scales_skipped_steps_and_weights_are_those_of_plain_pytorch(
+    place: str, clip: float | None, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": clip}
+    reference = Reference(build(Stack), RULE, **settings)
+    placement = Placement(**PLACES[place], nvme_dir=str(tmp_path))
+    scales = set()
+    with Engine(build(Stack), RULE, placement, **settings) as engine:
+        reference.update_on(updating_device(engine))
+        for number, (found, wanted) in enumerate(zip(steps_of(engine), of_plain_pytorch(reference), strict=True)):
+            assert found == wanted, number
+            assert_weights(engine, reference, when=f"after step {number}")
+            scales.add(found[2])
+    assert SPIKE in reference.skipped
+    assert len(scales) >= 3, "the scale grew and fell"
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(
+    "rule",
+    quick(
+        [
+            SGD(lr=0.1, momentum=0.9),
+            Lion(lr=1e-3, states="int8"),
+            LOMO(lr=0.1, clip_norm=0.2),
+            LOMO(lr=0.1),
+            Adafactor(lr=0.02),
+            Muon(lr=0.02, rest=AdamW(lr=1e-2)),
+        ],
+        [LOMO(lr=0.1, clip_norm=0.2)],
+    ),
+    ids=repr,
+)
+@pytest.mark.parametrize("place", quick(["cpu", "device"], ["cpu"]))
+def test_every_rule_is_told_gradients_without_the_scale(rule: UpdateRule, place: str) -> None:
+    settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": None}
+    reference = Reference(build(Stack), rule, **settings)
+    with Engine(build(Stack), rule, Placement(**PLACES[place]), **settings) as engine:
+        reference.update_on(updating_device(engine))
+        for number, (found, wanted) in enumerate(zip(steps_of(engine), of_plain_pytorch(reference), strict=True)):
+            assert found == wanted, number
+            assert_weights(engine, reference, when=f"after step {number}")
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("rows", quick([1, 3], [1]))
+def test_micro_batches_have_the_scales_of_the_whole_batch(rows: int) -> None:
+    found = []
+    for size in (None, rows):
+        with Engine(build(Stack), PROPORTIONAL, precision="fp16", micro_batch_size=size) as engine:
+            found.append([*steps_of(engine)])
+            found.append(weights(engine))
+    whole, masters, parts, others = found
+    assert [step[2:] for step in parts] == [step[2:] for step in whole]
+    for part, one in zip(parts, whole, strict=True):
+        assert part[:2] == pytest.approx(one[:2], rel=1e-3)
+    assert_same(others, masters, within=1e-2)
+
+
+def test_a_skipped_step_moves_nothing_but_the_scale() -> None:
+    with Engine(build(Stack), RULE, precision="fp16") as engine:
+        list(steps_of(engine, range(SPIKE)))
+        before, counts = weights(engine), {name: state.num_steps for name, state in states(engine).items()}
+        ((_, norm, scale, skipped),) = steps_of(engine, range(SPIKE, SPIKE + 1))
+        assert (norm, scale, skipped) == (-1.0, 2.0**16, True)
+        assert_same(weights(engine), before)
+        assert {name: state.num_steps for name, state in states(engine).items()} == counts
+        assert parts_of(engine).updates.loss_scale.value == 2.0**15
+
+
+def test_a_sum_of_finite_gradients_that_is_too_large_for_fp16_is_skipped() -> None:
+    """Each row has gradients of 32768, and both together of 65536, which is infinite in fp16."""
+
+    def mean_of_rows(outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.float().sum() / len(outputs)
+
+    for rows in (None, 1):
+        model = build(lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))
+        for parameter in model.parameters():
+            parameter.data.fill_(1 / 8)
+        with Engine(model, SGD(lr=0.0), precision="fp16", micro_batch_size=rows) as engine:
+            batch = {"input": torch.ones(2, 8, dtype=torch.float16, device=own_device())}
+            steps = [engine.step(batch, loss_fn=mean_of_rows) for _ in range(2)]
+        assert [(step.loss_scale, step.skipped) for step in steps] == [(2.0**16, True), (2.0**15, False)], rows
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("stop", [SPIKE, SPIKE + 1, SPIKE + 2])
+def test_the_scale_is_saved_and_resumed(stop: int, tmp_path: Path) -> None:
+    with Engine(build(Stack), RULE, precision="fp16") as engine:
+        wanted = [*steps_of(engine, range(6))]
+        at_end = weights(engine)
+    with Engine(build(Stack), RULE, precision="fp16") as engine:
+        found = [*steps_of(engine, range(stop))]
+        engine.save_checkpoint(tmp_path / "saved")
+    with Engine(build(Stack), RULE, precision="fp16", placement=Placement(**PLACES["device"])) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        found += steps_of(engine, range(stop, 6))
+        assert found == wanted
+        assert_same(weights(engine), at_end)
+
+
+def _on_rank(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
+    """Job: only the rows of rank 1 have infinite gradients in one step."""
+    with open_comm() as comm:
+        loss_fn = Spiking()
+        found = []
+        with Engine(build(Stack), RULE, precision="fp16", zero_stage=stage, comm=comm) as engine:
+            for number in range(4):
+                loss_fn.step = number if comm.rank == 1 else -1
+                result = engine.step(words(10 * number + comm.rank, rows=2), loss_fn=loss_fn)
+                found.append((result.loss.item(), result.loss_scale, result.skipped))
+            return found, weights(engine)
+
+
+@pytest.mark.parametrize("stage", quick([0, 3], [3]))
+def test_ranks_agree_on_the_scale_and_on_skipped_steps(stage: int) -> None:
+    (one, masters), (other, others) = run(2, _on_rank, stage=stage)
+    assert one == other
+    assert_same(others, masters)
+    assert [(scale, skipped) for _, scale, skipped in one] == [
+        *[(2.0**16, number == SPIKE) for number in range(3)],
+        (2.0**15, False),
+    ]
+
+
+def test_the_scale_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, drawn = DynamicScale(), torch.Generator().manual_seed(1)
+    theirs, tracker = torch.tensor(ours.value), torch.zeros((), dtype=torch.int32)
+    for _ in range(30_000):
+        is_finite = bool(torch.rand((), generator=drawn) > 5e-4)
+        found_inf = torch.tensor(float(not is_finite))
+        torch._amp_update_scale_(theirs, tracker, found_inf, 2.0, 0.5, 2000)
+        ours.adjust(is_finite)
+        assert (ours.value, ours.state_dict()["finite_steps"]) == (float(theirs), int(tracker))
+    other = DynamicScale()
+    other.load_state_dict(ours.state_dict())
+    assert vars(other) == vars(ours)
+    monkeypatch.setattr(loss_scale, "INTERVAL", 1)
+    for _ in range(200):
+        ours.adjust(True)
+    assert math.isfinite(torch.tensor(ours.value))
+
+
+def test_gradients_that_no_scale_makes_finite_end_the_run() -> None:
+    scale = DynamicScale()
+    for _ in range(30):
+        scale.adjust(False)
+    with pytest.raises(NonFiniteError, match=r"not finite in fp16 with any loss scale.*--train\.precision"):
+        scale.adjust(False)
+
+
+def test_trained_weights_have_an_fp32_master_and_frozen_ones_none() -> None:
+    case = CASES["fp16 over nf4"]
+    with small(case), Engine(build(case.make), RULE, **case.settings) as engine:
+        regions = parts_of(engine).regions
+        assert {region.dtype for region in regions} == {torch.float16}
+        for region in regions:
+            widths = {plane.name: plane.dtype for plane in region.planes}
+            if region.trainable:
+                assert (widths["weights"], widths["low"]) == (torch.float16, torch.float32)
+                assert widths["gradients"] == torch.float16
+                assert sum(plane.num_bytes(region.numel) for plane in region.planes) == 16 * region.numel
+            else:
+                assert set(widths) == {"weights"}
+        assert any(not region.trainable and not region.codec.decodes for region in regions)
+
+
+def test_weights_below_the_range_of_fp16_are_exact_in_the_master() -> None:
+    model = build(Stack)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e-8)
+    wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with Engine(model, RULE, precision="fp16") as engine:
+        assert_same(weights(engine), wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"optimizer": MeZO()}, r"MeZO has no gradients for a loss scale"),
+        ({"optimizer": MeZO(master="bf16")}, r"optimizer.master is bf16, but.*fp16"),
+        ({"link_gradients": "int8"}, r"train.precision is fp16, but.*link_gradients"),
+        ({"matmul": "fp8_rowwise"}, r"FP8 products return bf16"),
+    ],
+)
+def test_what_fp16_cannot_do_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Engine(build(Stack), **settings, precision="fp16")
+
+
+def test_own_loops_are_refused() -> None:
+    with Engine(build(Stack), precision="fp16") as engine:
+        with pytest.raises(ConfigError, match="without the loss scale"):
+            engine.backward(torch.ones(()))
+        with pytest.raises(ConfigError, match="without the loss scale"):
+            engine.model(words()["x"])
