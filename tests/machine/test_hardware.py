@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import yaml
 
+from offload.app.config.config import Config
 from offload.errors import ConfigError
+from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import builtin_names, parse_link, read_machine, share_of_rank
 from offload.machine.hardware import Hardware, Rates
 
 SHIPPED = {
     "a100-40": 40, "a100-80": 80, "a6000": 48, "b200": 180, "gb10": 128, "gh200": 96, "h100": 80, "h200": 141,
-    "l40s": 48,
+    "l40s": 48, "p100": 16,
     "rtx-3090": 24, "rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5060ti-16gb": 16, "rtx-5090": 32,
-    "rtx-pro-6000": 96,
+    "rtx-pro-6000": 96, "t4": 16, "v100": 16,
 }  # fmt: skip
 """Memory of the card in its name, in GB (makers mean GB or GiB)."""
+BEFORE_AMPERE = ("p100", "t4", "v100")
 LEAST: dict[str, Any] = {
     "name": "mine",
     "device": "cuda",
@@ -52,7 +55,7 @@ def test_a_disk_s_share_of_a_transfer(read: float, write: float, both: float | N
 def test_all_are_shipped_and_named_on_the_page() -> None:
     assert set(builtin_names()) == set(SHIPPED)
     page = (Path(__file__).parents[2] / "docs/how-to/plan-and-report.md").read_text()
-    listed = page.partition("Named machines: ")[2].partition("The JSON")[0]
+    listed = page.partition("Named machines: ")[2].partition("The files")[0]
     assert set(re.findall(r"`([^`]+)`", listed)) == set(SHIPPED)
 
 
@@ -78,10 +81,19 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     assert machine.num_devices is None, "the machine is planned with a device for each rank"
     assert rates.both_ways_bytes_per_s <= rates.h2d_bytes_per_s + rates.d2h_bytes_per_s
     assert rates.both_ways_bytes_per_s >= max(rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
-    assert rates.flops_per_s["bf16"] > rates.flops_per_s["fp32"] > 1e12
+    assert rates.has_bf16 is (name not in BEFORE_AMPERE)
+    half = rates.flops_per_s.get("bf16") or rates.flops_per_s["fp16"]
+    assert half >= rates.flops_per_s["fp32"] > 1e12
     assert 1e-6 < rates.launch_s < 1e-4
     assert machine.shares_memory is (name == "gb10")
     assert 0.85e9 * SHIPPED[name] < (machine.device_bytes or 0) < 2**30 * SHIPPED[name]
+
+
+@pytest.mark.parametrize("name", [*BEFORE_AMPERE, "rtx-4070"])
+def test_an_emulated_bf16_is_never_chosen(name: str) -> None:
+    config = Config.load(None, {"data.sequence_length": 64})
+    found = Forecaster(config, 1).predict(config, read_machine(name)).config.train.precision
+    assert found == ("fp16" if name in BEFORE_AMPERE else "bf16")
 
 
 def test_ranks_share_what_is_there_once() -> None:
