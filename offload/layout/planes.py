@@ -16,6 +16,8 @@ from offload.layout.codecs import EXACT, Codec
 
 MASTER = ("weights", "low")
 """Planes for master weights. `low` exists only for split masters."""
+WHOLE_MASTER = "master"
+"""Name in plans for the plane `low` with whole fp32 weights."""
 CODES = "codes"
 """Quantized trainable weights for copies: records made from the master weights by the update."""
 STALE = "shown"
@@ -58,6 +60,8 @@ class Plane:
         """Name in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
         name = self.name.replace("_", " ")
+        if self.name == "low" and self.dtype == torch.float32:  # beside fp16
+            name = WHOLE_MASTER
         # The dtype tells moments of two precisions apart, in a run with both.
         if self.state == "optimizer" and self.name not in MASTER and self.dtype != torch.float32:
             name += f" {of}"

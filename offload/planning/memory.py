@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
-from offload.layout.planes import CODES, ERROR, summed
+from offload.layout.planes import CODES, ERROR, WHOLE_MASTER, summed
 from offload.layout.regions import SCRATCH_BYTES, Region, alike, without_repeats
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.layout.sharding import Sharding
@@ -451,7 +451,7 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
         return _join_advice(advice)
     advice += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
     advice += _bf16_advice(plan, HOST)
-    if "gradients" in names:
+    if "gradients" in names and WHOLE_MASTER not in names:  # in fp16 they wait in any case
         advice += [
             "train without clipping (--train.max_grad_norm none frees the memory of gradients waiting for the norm)"
         ]
@@ -460,7 +460,7 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
 
 def _move_flags(names: set[str], tier: str) -> str:
     """Return the flags to move the named states to a tier."""
-    weights = {"weights", "low", CODES}
+    weights = {"weights", "low", WHOLE_MASTER, CODES}
     passing = (_DISK_RINGS, "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
     states = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
@@ -470,7 +470,7 @@ def _move_flags(names: set[str], tier: str) -> str:
 def _bf16_advice(plan: Sequence[Allocation], tier: str) -> list[str]:
     """Return the bf16 advice if bf16 saves memory on the tier: gradients halve, states stay the same size."""
     has_gradients = not {"gradients", STAGING}.isdisjoint(_names(plan, tier))
-    is_split = any(allocation.name == "low" for allocation in plan)
+    is_split = any(allocation.name in ("low", WHOLE_MASTER) for allocation in plan)
     if not (has_gradients and not is_split):
         return []
     return ["train with --train.precision bf16"]

@@ -15,7 +15,7 @@ from offload import LOMO, SGD, Adafactor, AdamW, Engine, Lion, MeZO, Muon, Place
 from offload.distributed.joining import open_comm
 from offload.engine.gradients import loss_scale
 from offload.engine.gradients.loss_scale import DynamicScale
-from offload.errors import ConfigError, NonFiniteError
+from offload.errors import ConfigError, DoesNotFitError, NonFiniteError
 from offload.optim.rule import UpdateRule
 from tests.cases.features import CASES, PLACES
 from tests.cases.models import build
@@ -240,6 +240,20 @@ def test_trained_weights_have_an_fp32_master_and_frozen_ones_none() -> None:
             else:
                 assert set(widths) == {"weights"}
         assert any(not region.trainable and not region.codec.decodes for region in regions)
+
+
+def test_a_plan_names_the_master_and_no_clipping_as_its_cost() -> None:
+    place = Placement(**PLACES["cpu"], host_memory=1000)
+    texts = {}
+    for precision in ("bf16", "fp16"):
+        with pytest.raises(DoesNotFitError) as refused:
+            Engine(build(Stack), RULE, place, precision=precision)
+        texts[precision] = str(refused.value)
+    assert "max_grad_norm none" in texts["bf16"]
+    assert "max_grad_norm none" not in texts["fp16"]
+    with Engine(build(Stack), RULE, PLACES["cpu"], precision="fp16") as engine:
+        names = {allocation.name for allocation in parts_of(engine).plan.allocations}
+    assert {"weights", "master", "gradients"} <= names
 
 
 def test_weights_below_the_range_of_fp16_are_exact_in_the_master() -> None:
