@@ -21,6 +21,7 @@ from offload.optim.rule import UpdateRule
 from tests.cases.models import (
     EAGER,
     TABLE_BYTES,
+    VOCABULARY,
     CentredModel,
     adapted,
     bert,
@@ -261,6 +262,23 @@ def _from_teacher(model: nn.Module) -> Callable[[Any, Batch], Tensor]:
     return Distillation(model.get_submodule("companions.teacher"), beta=0.3, labels=0.2)
 
 
+def _with_classes(seed: int = 0, rows: int = 4, length: int = 10) -> Batch:
+    """Return tokens, with stored probabilities of a teacher that has random logits."""
+    from offload.extras.distill.classes import VALUES, top_classes
+
+    batch = tokens(seed, rows, length)
+    logits = torch.randn(rows * length, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    values = zip(VALUES.items(), top_classes(2 * logits, 1.0, _TOP_K), strict=True)
+    return batch | {key: each.view(rows, length, -1).to(batch["labels"].device, dtype) for (key, dtype), each in values}
+
+
+def _from_stored(_model: nn.Module) -> Any:
+    from offload.extras.distill.classes import record_type
+    from offload.extras.distill.losses import StoredDistillation
+
+    return StoredDistillation(record_type(_TOP_K, VOCABULARY), beta=0.3, labels=0.2)
+
+
 def _info_nce(_model: nn.Module) -> Any:
     from offload.extras.contrastive.losses import InfoNCE
 
@@ -287,6 +305,7 @@ def _twice() -> type[Any]:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
+_TOP_K = 5
 HANDMADE: dict[str, Any] = {"batch": words, "loss_fn": cross_entropy, "shifts": False}
 """Batches and the loss of models in tests/engine/handmade.py."""
 BF16 = {"precision": "bf16"}
@@ -596,6 +615,14 @@ CASES: dict[str, Case] = {
             "distill-nvme-bf16": at(NVME, BF16, _ROWS),
             "resume-distill-whole": at(CPU, resumes=True, head_chunk_bytes=None),
         },
+    ),
+    "stored distillation": Case(
+        llama,
+        {"head_chunk_bytes": 8 * 64 * 4},
+        batch=_with_classes,
+        loss_of=_from_stored,
+        reference=None,
+        without={"equals_reference": "tests/training/test_distill.py: TRL's loss"},
     ),
     "adapters of streamed experts": Case(
         _ADAPTED_EXPERTS,

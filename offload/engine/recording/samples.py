@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -61,10 +62,18 @@ class Samples:
         }
 
     def _is_text(self, form: BatchForm, batch: Batch) -> bool:
-        """True if all batch values are tensors [rows, tokens]."""
+        """True if all batch values are tensors [rows, tokens]. Those that the model does not name, for the loss alone,
+        may have further axes.
+        """
         if not hasattr(self._flow.model, "config") or form.is_whole or not form.has_leading_rows(batch):
             return False
-        shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
+        named = inspect.signature(self._flow.model.forward).parameters
+        shapes = set()
+        for key, value in batch.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if key not in named:
+                shape = shape[:2]
+            shapes.add(shape)
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
     def choose_leader(self, batch: Batch, is_new: bool, departed: bool | None) -> int:
