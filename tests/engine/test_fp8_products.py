@@ -171,7 +171,7 @@ SMALL = Placement(device_memory="64KiB", activations="cpu")
     ("make", "least", "settings", "text"),
     [
         (llama, 32, {"matmul": "fp8"}, "train.matmul is 'fp8'; this version allows precision, fp8_rowwise, fp8_tensor"),
-        (llama, 32, {"matmul": "fp8_rowwise"}, "train.precision fp32 computes with all 32.*--train.precision bf16"),
+        (llama, 32, {"matmul": "fp8_rowwise"}, "FP8 products return bf16.*--train.precision bf16"),
         (llama, 1024, ROWWISE, r"1024 or more inputs.*the largest has \[48, 32\]: set --train.matmul prec"),
         (gpt2, 1024, ROWWISE, "have no torch.nn.Linear"),
         (
