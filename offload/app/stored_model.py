@@ -35,11 +35,13 @@ REFERENCE = "reference.f32"
 """Attached file with the reference log-probabilities of the initial model. A resumed run reads them; an export omits
 them.
 """
+REFERENCE_MARK = "reference.txt"
+"""Attached file with a fingerprint of a reference that is another model, which a resumed run compares."""
 TEACHER_MARK = "teacher.txt"
 """Attached file with a fingerprint of the teacher, which a resumed run compares."""
 TEACHER_VALUES = "teacher_values.txt"
 """Attached file with the name of the teacher's stored probabilities in the cache."""
-_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, TEACHER_MARK, TEACHER_VALUES)
+_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, REFERENCE_MARK, TEACHER_MARK, TEACHER_VALUES)
 _IN_FOLDER = "--"
 """Stands for / in the names of attached files: a checkpoint has no folders."""
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once

@@ -458,7 +458,7 @@ def test_a_run_learns_resumes_and_exports(run: Any, folder: Path, tmp_path: Path
     assert one.read_bytes() == other.read_bytes()
     weights_file = folder / "model.safetensors"
     save_file({name: each + 1 for name, each in load_file(weights_file).items()}, weights_file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"step-2 is of a run with another teacher than .*moved"):
+    with pytest.raises(ConfigError, match=r"step-2 is of a run with another distill\.teacher than .*moved"):
         run("other", **asked(folder, checkpoint__resume=saved, **coded))
 
 

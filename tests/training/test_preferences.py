@@ -229,7 +229,7 @@ def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) -> None:
     """It has the values that it would have as the initial model, and a resumed run does without it. Break: measure the
-    initial model.
+    initial model; compare no files of a reference that is there.
     """
     for number, name in enumerate(("one", "other")):
         make_folder("llama", tmp_path / name)
@@ -250,6 +250,8 @@ def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) ->
     own = asked(pairs, model__path=str(tmp_path / "one"), checkpoint__resume=saved)
     _, lines, _ = run("more", **own, prefs__reference=str(reference), **kept, **HOST)
     assert [line["loss"] for line in lines] == losses[1:]
+    with pytest.raises(ConfigError, match=r"step-1 is of a run with another prefs\.reference than .*one"):
+        run("changed", **own, prefs__reference=str(tmp_path / "one"), **kept, **HOST)
 
 
 def compared_with_big(pairs: str, folder: Path) -> tuple[dict[str, Any], int]:

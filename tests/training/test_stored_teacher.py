@@ -110,7 +110,7 @@ def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, 
     assert "log-probabilities of" in out
     file = moved / "model.safetensors"
     save_file({name: each + 1 for name, each in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"step-2 is of a run with another teacher than .*moved"):
+    with pytest.raises(ConfigError, match=r"step-2 is of a run with another distill\.teacher than .*moved"):
         run("other", **own | {"distill__teacher": str(moved)}, **saved)
 
 

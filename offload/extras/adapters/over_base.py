@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
-from offload.app.hf.models import BuiltModel, ModelKind, fill_all, is_pretrained, load_model_config, locate
+from offload.app.hf.companion import companion_at
+from offload.app.hf.models import BuiltModel, ModelKind, fill_all, is_found, is_pretrained, load_model_config, locate
 from offload.app.hf.read import weight_files
 from offload.app.hf.sources import RemovedProduct
 from offload.app.hf.write import write_configuration
@@ -120,6 +121,26 @@ def is_base(section: ModelSection, config: Config, model: nn.Module) -> bool:
         return False
     folder, base = locate(section), locate(own)
     return folder is not None and base is not None and folder.is_dir() and folder.resolve() == base.resolve()
+
+
+def mark_other(config: Config, key: str, name: str, folders: Sequence[Path], *, may_be_gone: bool) -> bytes:
+    """Return a mark of the files of the model that the setting `key` names, for the checkpoint file `name`.
+
+    may_be_gone: without these files, return the mark of the newest checkpoint. Raises ConfigError if the checkpoints in
+    `folders` have another mark.
+    """
+    files = [file for folder in folders if (file := folder / name).is_file()]
+    with companion_at(config, key) as section:
+        if may_be_gone and files and not is_found(section):
+            return files[0].read_bytes()
+        mark = mark_base(section, load_model_config(section), config.run.seed).mark.encode()
+    for file in files:
+        if file.read_bytes() != mark:
+            raise ConfigError(
+                f"{file.parent} is of a run with another {key} than {section.path}, or its files have changed since. "
+                f"Set --{key} to the model of that run, or begin a new run in another run.dir."
+            )
+    return mark
 
 
 def _hash_config(values: Mapping[str, Any], excluded: Collection[str]) -> xxhash.xxh3_128:

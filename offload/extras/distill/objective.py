@@ -12,7 +12,7 @@ from torch import nn
 from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection, OptimizerSection
 from offload.app.hf.companion import check_companion, companion_at
-from offload.app.hf.models import BuiltModel, is_found, load_model_config, locate, rope_limit
+from offload.app.hf.models import BuiltModel, load_model_config, locate, rope_limit
 from offload.app.stored_model import TEACHER_MARK, TEACHER_VALUES
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import BuildModel, Objective, OpenFrozen, Say
@@ -23,7 +23,7 @@ from offload.engine.engine import Engine
 from offload.engine.loss.loss import Loss
 from offload.errors import ConfigError, common, format_bytes
 from offload.extras.adapters.adapters import as_base
-from offload.extras.adapters.over_base import is_base, mark_base
+from offload.extras.adapters.over_base import is_base, mark_other
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.distill.classes import record_type
@@ -98,7 +98,7 @@ class FromTeacher(Objective):
         if not companions_of(engine.model):
             say("the teacher is the base of the adapter: no second copy of it streams.")
         with share_failure(comm, "comparison of the teacher"):
-            return data, {TEACHER_MARK: _mark(config, folders)}
+            return data, _mark(config, folders)
 
 
 class FromStored(FromTeacher):
@@ -116,7 +116,7 @@ class FromStored(FromTeacher):
     ) -> None:
         self._data = data
         with share_failure(comm, "look for the probabilities of the teacher"):
-            for file in _attached(folders, TEACHER_VALUES)[:1]:
+            for file in [file for folder in folders if (file := folder / TEACHER_VALUES).is_file()][:1]:
                 self._path = _stored_dir() / file.read_text()
         # A resumed run needs no teacher, unless somebody has emptied the cache.
         if comm.from_rank(0, self._path.is_file(), "the probabilities of the teacher"):
@@ -163,7 +163,7 @@ class FromStored(FromTeacher):
                 ) from error
             except ValueError as error:
                 raise ConfigError(f"{problem} is damaged: {error}. Remove it, to measure the teacher again.") from error
-            files = {TEACHER_MARK: _mark(config, folders), TEACHER_VALUES: self._path.name.encode()}
+            files = {**_mark(config, folders), TEACHER_VALUES: self._path.name.encode()}
         return replace(data, values=values), files
 
 
@@ -175,22 +175,5 @@ def _stored_dir() -> Path:
     return default_cache_dir() / TeacherClasses.name
 
 
-def _attached(folders: Sequence[Path], name: str) -> list[Path]:
-    """Return the files of this name in checkpoints."""
-    return [file for folder in folders if (file := folder / name).is_file()]
-
-
-def _mark(config: Config, folders: Sequence[Path]) -> bytes:
-    """Return a mark of the teacher's files. Raises ConfigError if the checkpoints in `folders` have another."""
-    files = _attached(folders, TEACHER_MARK)
-    with companion_at(config, KEY) as section:
-        if _is_stored(config) and files and not is_found(section):
-            return files[0].read_bytes()
-        mark = mark_base(section, load_model_config(section), config.run.seed).mark.encode()
-    for file in files:
-        if file.read_bytes() != mark:
-            raise ConfigError(
-                f"{file.parent} is of a run with another teacher than {section.path}, or its files have changed since. "
-                "Set --distill.teacher to the teacher of that run, or begin a new run in another run.dir."
-            )
-    return mark
+def _mark(config: Config, folders: Sequence[Path]) -> Mapping[str, bytes]:
+    return {TEACHER_MARK: mark_other(config, KEY, TEACHER_MARK, folders, may_be_gone=_is_stored(config))}

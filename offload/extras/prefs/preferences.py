@@ -12,6 +12,7 @@ from torch import nn
 from offload.app.config.config import Config
 from offload.app.hf.companion import check_companion, companion_at
 from offload.app.hf.models import BuiltModel, load_model_config, locate
+from offload.app.stored_model import REFERENCE_MARK
 from offload.app.training.objectives import Batch, BuildModel, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
@@ -19,7 +20,7 @@ from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss, has_target
 from offload.extras.adapters.adapters import as_base
-from offload.extras.adapters.over_base import is_base
+from offload.extras.adapters.over_base import is_base, mark_other
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.prefs.beside import DPOBeside
@@ -102,15 +103,21 @@ class Preferences(Objective):
         self, config: Config, engine: Engine, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
     ) -> tuple[Dataset, Mapping[str, bytes]]:
         """Return the data with `reference` in the batches and the file with the values, if the loss has a reference."""
+        marks: Mapping[str, bytes] = {}
+        if config.prefs.reference is not None:
+            is_stored = config.prefs.way == "stored"
+            with share_failure(comm, "comparison of the reference"):
+                marks = {REFERENCE_MARK: mark_other(config, KEY, REFERENCE_MARK, folders, may_be_gone=is_stored)}
         if "reference" not in self.loss.own:
-            return data, {}
+            return data, marks
         values = self._measured
         if folders:
             values = read_stored(folders, data, comm)
         elif values is None:
             # Before the first step: the engine has the weights of the reference.
             values = measure_reference(config, engine, data, comm, say)
-        return with_reference(data, values)
+        compared, files = with_reference(data, values)
+        return compared, {**files, **marks}
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         if not self._labels_prompt:
