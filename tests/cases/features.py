@@ -105,6 +105,7 @@ class Case:
     loss_fn: for `Engine.step`. None: the model's own loss.
     loss_of: returns the loss function for a model, in place of `loss_fn`.
     shifts: the first label in a row is no target.
+    group: rows that the loss needs together.
     reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
         separate reference.
     within: distance from plain PyTorch in fp32, as a share of the layer's scale. None: equal bits.
@@ -125,6 +126,7 @@ class Case:
     loss_fn: Callable[[Any, Batch], Tensor] | None = None
     loss_of: Callable[[nn.Module], Callable[[Any, Batch], Tensor]] | None = None
     shifts: bool = True
+    group: int = 1
     reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
     within: float | None = None
     ranks_within: float = 2e-5
@@ -279,10 +281,30 @@ def _from_stored(_model: nn.Module) -> Any:
     return StoredDistillation(record_type(_TOP_K, VOCABULARY), beta=0.3, labels=0.2)
 
 
+def _taught_experts() -> nn.Module:
+    """Return a mixture of experts with another family's mixture as a teacher beside it."""
+    from offload.engine.companions import add_companion
+
+    model = EAGER["mixtral"]()
+    add_companion(model, "teacher", EAGER["qwen3_moe"]())
+    return model
+
+
 def _info_nce(_model: nn.Module) -> Any:
     from offload.extras.contrastive.losses import InfoNCE
 
     return InfoNCE(sizes=(32, 16), margin=0.1)
+
+
+def _expert_embedder() -> nn.Module:
+    """Return a decoder of experts without a head."""
+    return EAGER["qwen3_moe"]().get_submodule("model")
+
+
+def _last_with_negatives(_model: nn.Module) -> Any:
+    from offload.extras.contrastive.losses import InfoNCE
+
+    return InfoNCE(negatives=1, pooling="last")
 
 
 def _odd_experts() -> nn.Module:
@@ -316,6 +338,8 @@ _DROPOUT = {"ranks_are_one": _MASKS, "micro_batches_add_up": _MASKS}
 # A sign, a code or a whole matrix makes another step of the last bits of a sum. Ranks add nothing to one row's targets.
 _COARSE: dict[str, Any] = {"ranks_batch": first_row}
 
+_CUT_EXPERTS = {"offload.extras.large.cut_experts.RECORD_BYTES offload.engine.units.cut_experts.RECORD_BYTES": 1}
+_CONTRASTIVE = {"equals_reference": "tests/training/test_contrastive.py: the reference of the feature"}
 _UNCLIPPED = {"max_grad_norm": None}
 _SPECULATIVE = {"clip": "speculative", "max_grad_norm": 0.1}
 _TWO = {"ranks": 2}
@@ -408,7 +432,7 @@ CASES: dict[str, Case] = {
     "streamed experts": Case(
         EAGER["qwen3_moe"],
         placement={"experts": "streamed"},
-        limits={"offload.extras.large.cut_experts.RECORD_BYTES offload.engine.units.cut_experts.RECORD_BYTES": 1},
+        limits=_CUT_EXPERTS,
         reference=lambda precision: {"norm_within": 1e-12},  # squares of gradients are summed record by record
         bits={
             "ranks-experts-streamed": at(CPU, _TWO, make=EAGER["mixtral"]),
@@ -592,15 +616,23 @@ CASES: dict[str, Case] = {
     "embeddings": Case(
         embedder,
         loss_of=_info_nce,
+        group=2,
         reference=None,
-        without={
-            "equals_reference": "tests/training/test_contrastive.py: the reference of the feature",
-            **dict.fromkeys(("ranks_are_one", "micro_batches_add_up"), "a pair of rows stays together"),
-        },
+        without=_CONTRASTIVE | _DROPOUT,
         bits={
             "embeddings": at(CPU),
             "ranks-embeddings-bf16": at(NVME, _TWO, BF16, rows=8, micro_batch_size=2),
         },
+    ),
+    "embeddings of experts": Case(
+        _expert_embedder,
+        placement={"experts": "streamed"},
+        loss_of=_last_with_negatives,
+        group=3,
+        reference=None,
+        without=_CONTRASTIVE,
+        limits=_CUT_EXPERTS,
+        bits={"resume-embeddings-experts": at(NVME, BF16, rows=6, micro_batch_size=3, resumes=True)},
     ),
     "each block twice": Case(Stack, **HANDMADE, stage=_twice, reference=_blocks_twice, is_fuzzed=True),
     "distillation": Case(
@@ -624,11 +656,21 @@ CASES: dict[str, Case] = {
         reference=None,
         without={"equals_reference": "tests/training/test_distill.py: TRL's loss"},
     ),
+    "distillation of experts": Case(
+        _taught_experts,
+        {"head_chunk_bytes": 8 * 64 * 4},
+        {"experts": "streamed"},
+        loss_of=_from_teacher,
+        reference=None,
+        without={"equals_reference": "tests/training/test_distill.py: TRL's loss"},
+        limits=_CUT_EXPERTS,
+        bits={"distill-experts-nvme-bf16": at(NVME, BF16, _ROWS)},
+    ),
     "adapters of streamed experts": Case(
         _ADAPTED_EXPERTS,
         {"frozen_weights": "nf4"},
         {"experts": "streamed"},
-        limits={"offload.extras.large.cut_experts.RECORD_BYTES offload.engine.units.cut_experts.RECORD_BYTES": 1},
+        limits=_CUT_EXPERTS,
         reference=_decoded_experts,
         saves={"trained_only": True},
     ),

@@ -77,7 +77,7 @@ class Setting:
         return self.place == "cpu" and "optimizer" not in self.case.settings and "delay" not in self.case.settings
 
     def training(self, place: str | None = None) -> Training:
-        cell = Cell({**PLACES[place or self.place], **self.case.placement}, self.settings)
+        cell = Cell({**PLACES[place or self.place], **self.case.placement}, self.settings, rows=4 * self.case.group)
         return Training(self.case, cell, self.folder)
 
     @contextmanager
@@ -220,10 +220,12 @@ def filling(model: nn.Module) -> Fill:
 
 
 def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
-    """Job for one of `num_ranks` ranks: rank 0 has the first 3 rows of each batch, rank 1 the last row."""
+    """Job for one of `num_ranks` ranks: rank 0 has three quarters of the rows of each batch."""
     case = CASES[name]
     case = replace(case, batch=case.ranks_batch or case.batch)
-    cell = Cell({**PLACES[place], **case.placement}, settings, ranks=num_ranks, rows=[3, 1] if num_ranks > 1 else 4)
+    shares = [4] if num_ranks == 1 else [3, 1]
+    rows = [case.group * each for each in shares]
+    cell = Cell({**PLACES[place], **case.placement}, settings, ranks=num_ranks, rows=rows)
     with small(case):
         if num_ranks == 1:
             return _trained(Training(case, cell, Path(folder)))
@@ -241,7 +243,7 @@ def micro_batches_add_up(at: Setting) -> None:
     """Micro-batches equal the whole batch, except for summation order."""
     found = []
     rule = {} if "optimizer" in at.case.settings else {"optimizer": PROPORTIONAL}
-    for rows in (None, 3):
+    for rows in (None, 3 * at.case.group):
         with at.engine(micro_batch_size=rows, **rule) as engine:
             found.append(at.train(engine, range(1)))
     one, other = found

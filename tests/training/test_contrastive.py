@@ -157,6 +157,16 @@ def test_tiers_and_micro_batches_have_equal_bits(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(first[0][0], rel=1e-6)
 
 
+@pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
+def test_micro_batches_stay_in_bf16() -> None:
+    """The slopes of the loss cancel over the rows. Break: compare the rounding errors that they leave."""
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SIZES | NO_DROPOUT | {"initializer_range": 0.02}), add_pooling_layer=False)
+    ids = torch.randint(3, VOCABULARY, (8, 10))
+    with Engine(model, SGD(lr=0.1), precision="bf16", micro_batch_size=2) as engine:
+        engine.step({"input_ids": ids, "labels": ids}, InfoNCE())
+
+
 def test_chunks_of_similarities_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break: take the answers of a chunk from the first rows."""
     batch = rows(groups=7, texts=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import signal
 import warnings
 import weakref
 from pathlib import Path
@@ -41,12 +42,14 @@ from offload.extras.distill.classes import record_type, top_classes
 from offload.extras.distill.losses import Distillation, StoredDistillation
 from offload.extras.distill.objective import FromTeacher
 from offload.extras.distill.stored import StoredRows, TeacherClasses
+from tests import forks
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.inside import parts_of
 from tests.integrations.plain import needs
-from tests.run_folder import SHAPE
+from tests.run_folder import SHAPE, learnt
 from tests.training.conftest import HOST
+from tests.training.test_adapters import words
 from tests.training.test_resume import make_folder
 
 pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
@@ -505,6 +508,37 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
         run("run", **asked(folder, **own | {"train__steps": 1}))
         run("run", **asked(folder, **own | {"train__steps": 2, "checkpoint__resume": "auto"}))
     assert logits.num_tokens == 64
+
+
+KILLED = """
+import os, signal, sys
+from offload.engine.engine import Engine
+from offload.train import main
+
+step = Engine.step
+
+def killing(self, *args, **more):
+    if self.num_steps == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **more)
+
+Engine.step = killing
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: leave out the weights of the teacher when a run resumes."""
+    place = {"offload__parameters": "nvme", "offload__optimizer": "nvme", "offload__nvme_dir": str(tmp_path)}
+    own = asked(folder, model__path=str(folder), checkpoint__every=1) | place
+    whole, lines, _ = run("whole", **own)
+    killed = forks.run(["-c", KILLED, *words(tmp_path, "killed", **own)])
+    assert killed.returncode == -signal.SIGKILL, killed
+    again, its, out = run("killed", **own)
+    assert "resumed at step " in out
+    assert learnt(its) == learnt(lines)
+    assert (again.export / "model.safetensors").read_bytes() == (whole.export / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("way", ["beside", "stored"])

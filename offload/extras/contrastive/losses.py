@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn.functional import normalize
 
 from offload.distributed.comm import Comm
 from offload.engine.loss.batch import Batch
@@ -93,6 +95,14 @@ class InfoNCE(GroupLoss):
         self._symmetric = symmetric
         self._sizes = sizes
         self._margin = margin
+        self._tilt = 0.0
+        """Weight of a slope that is the same for all unit vectors."""
+
+    def trial(self) -> InfoNCE:
+        # Slopes of InfoNCE cancel over the rows, which in bf16 leaves rounding errors alone.
+        loss = copy(self)
+        loss._tilt = 1 / self._temperature
+        return loss
 
     def open(self, comm: Comm, ledger: Ledger) -> None:
         self._comm = comm
@@ -127,6 +137,9 @@ class InfoNCE(GroupLoss):
             # The value is of the own queries. The gradient is that of the queries on all ranks.
             product = (vectors * gradient[:, mine]).sum()
             loss = loss + (product - product.detach())
+        if self._tilt:
+            direction = normalize(torch.arange(vectors.shape[2], device=vectors.device).cos(), dim=0)
+            loss = loss + self._tilt * (normalize(vectors, dim=2) @ direction).sum()
         return loss / max(1, vectors.shape[1])
 
     def _gather(self, own: Points) -> tuple[Points, int]:
