@@ -457,14 +457,17 @@ def test_a_row_of_plans_is_as_planned_now(tmp_path: Path) -> None:
     assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_tables.py"
 
 
+def notebook_code(name: str) -> str:
+    """Return the code cells of a notebook as one script. A line with a leading ! is a command."""
+    cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return "import subprocess\n" + re.sub(r"(?m)^!(.*)$", r'subprocess.run(f"""\1""", shell=True, check=True)', code)
+
+
 @pytest.mark.slow
 def test_the_notebook_runs_from_the_top(tmp_path: Path) -> None:
-    """The code cells run in order. A line with a leading ! is a command."""
-    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    code = re.sub(r"(?m)^!(.*)$", r'subprocess.run("""\1""", shell=True, check=True)', code)
     environ = os.environ | forks.commands(tmp_path / "bin")
-    found = forks.run(["-c", f"import subprocess\n{code}"], cwd=tmp_path, env=environ, timeout=MINUTES)
+    found = forks.run(["-c", notebook_code("first_steps")], cwd=tmp_path, env=environ, timeout=MINUTES)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
     losses = re.findall(r"plain (\S+), streamed (\S+)", found.stdout)
     assert losses

@@ -12,7 +12,7 @@ import pytest
 
 from tests import forks
 from tests.integrations.plain import needs
-from tests.test_docs import blocks
+from tests.test_docs import blocks, notebook_code
 
 PAGE = forks.ROOT / "docs" / "how-to" / "real-model.md"
 EMBEDDINGS = forks.ROOT / "docs" / "how-to" / "embeddings.md"
@@ -67,3 +67,14 @@ def test_embeddings_find_more_functions_after_training(packages: Path, tmp_path:
     output = run_commands(f"{prepare}\n{prepare} --score /tmp/minilm/model\n{train}", packages, tmp_path)
     before, after = (float(share) for share in re.findall(r"found (\d+\.\d)% of", output))
     assert after > before + 4
+
+
+def test_a_notebook_proves_a_streamed_model_equal(packages: Path, tmp_path: Path) -> None:
+    """Break: leave a unit's update out, or give the card room for all states."""
+    run_commands("python examples/real_model.py --output /tmp/smollm2", packages, tmp_path)
+    script = tmp_path / "notebook.py"
+    script.write_text(notebook_code("prove_it"))
+    settings = f"MODEL={tmp_path}/smollm2/model CARD=1GiB"
+    output = run_commands(f"cd {tmp_path} && {settings} python notebook.py", packages, tmp_path)
+    assert "streamed: from 2 GiB of states on the host, through a device that held" in output
+    assert output.splitlines()[-1] == "EQUAL"

@@ -12,7 +12,7 @@ from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
-from offload.engine.loss import chunked_head
+from offload.engine.loss import loss
 from offload.engine.loss import parts as losses
 from offload.engine.units import keep
 from offload.engine.units.traits import Rows
@@ -195,9 +195,9 @@ def last_chunk_of_a_head_lost(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_head.py", "tests/engine/test_head_gradients.py")
 def gradient_of_a_chunk_without_its_labels(patch: pytest.MonkeyPatch) -> None:
-    compute = chunked_head.log_probs_with_gradient
+    compute = loss.log_probs_with_gradient
 
     def unlabelled(logits: Any, labels: Any, slopes: Any = None) -> Any:
         return compute(logits, labels)[0], slopes if slopes is None else compute(logits, labels * 0, slopes)[1]
 
-    patch.setattr(chunked_head, "log_probs_with_gradient", unlabelled)
+    patch.setattr(loss, "log_probs_with_gradient", unlabelled)
