@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -204,6 +205,27 @@ def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> 
     batches = [{"x": noise(number, 4, 8), "labels": noise(number + 1, 4, 8)} for number in range(2)]
     with pytest.warns(UserWarning, match=r"unit blocks\.\d is read from outside .*its weights stay on the device"):
         beside_whole(build(Halved), near, 2, batches, is_plain=False).close()
+
+
+def test_a_loss_may_ask_weights_for_anything_but_values() -> None:
+    """PEFT asks each weight for the device when it disables an adapter, as TRL does in a loss of DPO. Break: count the
+    question as a read.
+    """
+    model = build(llama)
+
+    def asking(outputs: Any, batch: Any) -> Tensor:
+        for weight in model.parameters():
+            assert weight.device is not None
+            assert weight.shape.numel() == weight.numel()
+            assert weight.dtype.is_floating_point
+            assert weight.is_contiguous()
+            assert weight.stride()[-1] == 1
+        loss: Tensor = outputs.loss
+        return loss
+
+    with warnings.catch_warnings(), Engine(model) as engine:
+        warnings.simplefilter("error")  # no unit has to stay on the device
+        engine.step(tokens(0, 4), asking)
 
 
 class Scaled(Hidden):

@@ -409,6 +409,8 @@ class UseDetector(WatchingMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # `weight.device`, which libraries ask all weights of a model for
+            return func(*args, **(kwargs or {}))
         recording = self._recording
         for leaf in _operands(args, kwargs):
             if isinstance(leaf, OffloadedTensor):
