@@ -185,6 +185,7 @@ def draw(kind: str, seed: int) -> Case:
     if case.forwards is None:
         _give_products(random.Random(f"products of {kind} {seed}"), case)
         _give_stage(random.Random(f"stage of {kind} {seed}"), case)
+        _give_teacher(random.Random(f"teacher of {kind} {seed}"), case)
     _give_parks(random.Random(f"parks of {kind} {seed}"), case)
     if case.settings.get("optimizer") in _BY_MATRIX:
         for layout in case.layouts:  # these rules update whole parameters, not pieces
@@ -235,6 +236,21 @@ def _give_stage(dice: random.Random, case: Case) -> None:
     if case.model["make"] == "mosaic" and not case.habits and dice.random() < 0.1:
         case.settings["stage"] = dice.choice(STAGES)
         case.plain = False  # the twin runs the stage too
+
+
+def _give_teacher(dice: random.Random, case: Case) -> None:
+    """Put a teacher beside some causal models, for the losses of some steps and evaluations. A twin is reference
+    enough.
+    """
+    if not models.is_family(case.model) or not models.shifts(case.model) or case.habits or dice.random() < 0.6:
+        return
+    case.model["teacher"] = dice.choice(models.TEACHERS)
+    case.plain = False
+    for op in case.ops:
+        for each in (op, op.get("of", {})):
+            # By the seed: a failing operation runs before without its fault.
+            if each.get("do") in ("step", "evaluate") and each["seed"] % 10 < 7:
+                each["loss_fn"] = "teacher"
 
 
 def _give_parks(dice: random.Random, case: Case) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from offload.engine.companions import add_companion, companions_of
 from offload.engine.loss.loss import find_loss
+from offload.extras.distill.losses import Distillation
 from tests.cases.models import SPECIAL, bert, gemma2, gpt2, gpt_neox, llama, mistral, mixtral, opt, qwen3
 from tests.engine import handmade
 from tests.engine.handmade import Block, CheckpointsItself, Prompt, ReturnsItsInput
@@ -71,6 +73,8 @@ FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
     "bert": lambda s: bert(**_plain(s), **_dropout(s, "hidden_dropout_prob", "attention_probs_dropout_prob")),
 }
 UNSHIFTED = ("bert",)
+TEACHERS = ("llama", "qwen3", "gemma2", "gpt2")
+"""Families of teachers, which take sizes of any other family."""
 
 # -- a mosaic of blocks ----------------------------------------------------------------------------------------------
 
@@ -413,6 +417,8 @@ def build(spec: Spec) -> nn.Module:
         for module in model.modules():
             if isinstance(module, HalfNorm):
                 module.up.bfloat16(), module.down.bfloat16()
+    if "teacher" in spec:
+        add_companion(model, "teacher", FAMILIES[spec["teacher"]](spec | {"depth": 3, "tied": True}))
     return model.train()
 
 
@@ -487,6 +493,22 @@ def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
     if logits is None:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs
     return functional.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten())
+
+
+def loss_fn(model: nn.Module, op: Mapping[str, Any]) -> Any:
+    """Return the loss function of an operation. None: the loss of the model."""
+    kind = op.get("loss_fn")
+    if kind != "teacher":
+        return cross_entropy if kind else None
+    teachers = list(companions_of(model).values())
+    if not teachers:  # a smaller case has none
+        return None
+    return Distillation(teachers[0], beta=0.3, labels=0.2)
+
+
+def is_own(op: Mapping[str, Any]) -> bool:
+    """Return whether the targets of an operation are those of the model's own loss."""
+    return op.get("loss_fn") in (None, "teacher")
 
 
 def loss_of(model: nn.Module, given: dict[str, Any], is_own: bool) -> Tensor:

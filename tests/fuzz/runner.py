@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from offload import AdamW, Engine
 from offload.distributed.comm import Comm
 from offload.engine.checkpoint_save import PendingCheckpoint
+from offload.engine.companions import without_companions
 from offload.engine.units import offloaded_graph
 from offload.errors import (
     CheckpointError,
@@ -150,7 +151,7 @@ class Player:
     def _loss_fn(self, op: Op) -> Any:
         if op.get("outside") == "scale":
             return lambda outputs, given: self.outside.scaled(op, models.cross_entropy(outputs, given))
-        return models.cross_entropy if op.get("loss_fn") else None
+        return models.loss_fn(self.engine.model, op)
 
     def _step(self, op: Op) -> Any:
         result = self.engine.step(self._batch(op), loss_fn=self._loss_fn(op))
@@ -171,7 +172,7 @@ class Player:
         spec = self.case.model
         given = [models.batch(spec, op["batch"], rank) for rank in range(self.comm.size)]
         # The engine detects the target count from the loss. For a family the count is known.
-        return sum(models.targets(spec, one, not op.get("loss_fn")) for one in given)
+        return sum(models.targets(spec, one, models.is_own(op)) for one in given)
 
     def _empty(self, op: Op) -> Any:
         if op.get("loss_fn"):
@@ -561,7 +562,8 @@ def finish(player: Player, seen: list[Seen], case: Case, comm: Comm) -> None:
         raise Wrong(f"at the end: {problem}")
     if case.restore:
         player.engine.close(restore=True)
-        found = {name: value.detach() for name, value in player.engine.model.named_parameters()}
+        with without_companions(player.engine.model):
+            found = {name: value.detach() for name, value in player.engine.model.named_parameters()}
         wanted = {name: value.to(found[name].dtype) for name, value in seen[-1].weights.items()}
         problem = agreed(comm, same(found, wanted))
         if problem:
@@ -856,7 +858,7 @@ def _alone(case: Case, world: int, folder: Path, ops: list[Op], seen: list[Seen]
             drawn = op["batch"] if op["do"] == "step" else {**op["batch"], "ignored": False}
             shares = [models.batch(case.model, drawn, rank) for rank in range(world)][::order]
             whole = {key: torch.cat([share[key] for share in shares]) for key in shares[0]}
-            loss_fn = models.cross_entropy if op.get("loss_fn") else None
+            loss_fn = models.loss_fn(engine.model, op)
             if op["do"] == "evaluate":
                 found = [engine.evaluate(whole, loss_fn=loss_fn).item()]
             else:
