@@ -19,6 +19,7 @@ from offload.app.config.config import Config, all_keys
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
 from offload.app.training.decisions import BUILTIN_DEVICE_MEMORY, FROM_NUM_STEPS, decide, resolve
+from offload.app.training.parts import make_settings
 from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags, written_size
 from offload.optim.rules import RULES
@@ -362,7 +363,8 @@ class TestResolve:
             ({}, {"offload.device_memory": 9 << 20}),
             ({"has_accelerator": True}, {"offload.device_memory": None, "train.precision": "bf16"}),
             ({"has_accelerator": True, "has_bf16": False}, {"train.precision": "fp16"}),
-            ({"has_accelerator": True, "has_bf16": False, "optimizer__name": "mezo"}, {"train.precision": "bf16"}),
+            ({"has_accelerator": True, "has_bf16": False, "optimizer__name": "mezo"}, {"train.precision": "fp32"}),
+            ({"has_accelerator": True, "optimizer__name": "mezo"}, {"train.precision": "bf16"}),
             (OWN, {"model.init": "pretrained", "data.sequence_length": 128, "optimizer.lr": 2e-5}),
             (OWN, {"offload.device_memory": None, "train.max_seconds": None}),
             ({"model__path": "m/config.json"}, {"model.init": "random"}),
@@ -381,6 +383,17 @@ class TestResolve:
         )
         assert {key: config.get(key) for key in found} == found
         assert given or config.origin("train.steps") == "resolved"
+
+    @pytest.mark.parametrize(
+        "given", [{"optimizer__name": "mezo", "optimizer__master": "bf16"}, {"train__matmul": "fp8_rowwise"}]
+    )
+    def test_what_needs_bf16_is_refused_where_bf16_is_emulated(self, given: dict[str, Any]) -> None:
+        emulating = {"has_accelerator": True, "has_bf16": False, **given}
+        with pytest.raises(ConfigError, match=r"optimizer\.master is bf16|train\.matmul is fp8_rowwise"):
+            make_settings(self.resolved(**emulating))
+        told = self.resolved(**emulating, train__precision="bf16")
+        assert make_settings(told).precision == "bf16", "the user may choose the emulation"
+        assert make_settings(self.resolved(**given)).precision == "bf16"
 
     def test_own_data_is_read_once_unless_a_length_is_set(self) -> None:
         own = {"data__source": ["notes.txt"], "model__path": "folder"}

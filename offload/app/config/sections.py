@@ -486,8 +486,9 @@ class TrainSection(Section):
     passes: Count = 1
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Compute dtype. bf16: bfloat16 with fp32 master weights. fp16: float16 with fp32 master weights and a loss scale,
-    for GPUs without bf16; steps with non-finite gradients are skipped. fp32: fp32 throughout. auto: on a GPU bf16, or
-    fp16 without bf16 in hardware; elsewhere bf16 with optimizer.master bf16 or products in FP8, else fp32.
+    for GPUs without bf16; steps with non-finite gradients are skipped. fp32: fp32 throughout. auto: on a GPU bf16; on
+    one without bf16 in hardware fp16, or fp32 with mezo; elsewhere bf16 with optimizer.master bf16 or products in FP8,
+    else fp32.
     """
     matmul: Literal["precision", "fp8_rowwise", "fp8_tensorwise"] = "precision"
     recompute: Literal["auto", "always", "never", "products"] = "auto"

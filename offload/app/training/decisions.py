@@ -99,13 +99,14 @@ def _sequence_length(config: Config, start: Start) -> int:
 
 
 def _precision(config: Config, start: Start) -> str:
-    if config.optimizer.master == "bf16" or config.train.matmul != "precision":
+    if start.has_accelerator and not start.has_bf16:  # settings that need bf16 are refused beside these
+        if config.optimizer.has_gradients:
+            return "fp16"
+        return "fp32"  # without gradients there is no loss scale
+    needs_bf16 = config.optimizer.master == "bf16" or config.train.matmul != "precision"
+    if start.has_accelerator or needs_bf16:
         return "bf16"
-    if not start.has_accelerator:
-        return "fp32"
-    if start.has_bf16 or not config.optimizer.has_gradients:  # only gradients have the loss scale of fp16
-        return "bf16"
-    return "fp16"
+    return "fp32"
 
 
 def _learning_rate(config: Config, _start: Start) -> float:

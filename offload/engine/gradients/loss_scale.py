@@ -81,7 +81,7 @@ class DynamicScale(LossScale):
     def check_own_loop(self) -> None:
         raise ConfigError(
             "precision is fp16, and a training loop of your own calls loss.backward() without the loss scale that fp16 "
-            "needs: call engine.step(batch), or compute in bf16 or fp32 (precision='bf16')."
+            "needs: call engine.step(batch), or compute in fp32 or bf16 (precision='fp32')."
         )
 
 
