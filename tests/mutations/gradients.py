@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from offload.engine.gradients import policies, updates
+from offload.engine.gradients import norms, policies, updates
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.loss_scale import DynamicScale
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
+from offload.engine.gradients.updates import Updates
 from offload.engine.loss import loss
 from offload.engine.loss import parts as losses
 from offload.engine.units import keep
@@ -201,3 +204,41 @@ def gradient_of_a_chunk_without_its_labels(patch: pytest.MonkeyPatch) -> None:
         return compute(logits, labels)[0], slopes if slopes is None else compute(logits, labels * 0, slopes)[1]
 
     patch.setattr(loss, "log_probs_with_gradient", unlabelled)
+
+
+@mutation("tests/engine/test_fp16.py")
+def gradients_updated_with_the_loss_scale(patch: pytest.MonkeyPatch) -> None:
+    begin = Updates.begin_step
+
+    def begun(self: Updates, *how: Any, **more: Any) -> None:
+        begin(self, *how, **more)
+        self.tiles.settings = self.tiles.settings._replace(unscale=1.0)
+
+    patch.setattr(Updates, "begin_step", begun)
+
+
+@mutation("tests/engine/test_fp16.py")
+def norm_with_the_loss_scale(patch: pytest.MonkeyPatch) -> None:
+    total = Updates._total_norm
+    patch.setattr(Updates, "_total_norm", lambda self: total(self) * self.loss_scale.value)
+
+
+@mutation("tests/engine/test_fp16.py")
+def sums_of_gradients_not_rounded_to_fp16(patch: pytest.MonkeyPatch) -> None:
+    squares = norms._squares
+    patch.setattr(norms, "_squares", lambda region, *rest: squares(replace(region, compute="fp32"), *rest))
+
+
+# A resumed run begins with the scale of a first step.
+enter_as(
+    "loss-scale-not-resumed",
+    replaced(DynamicScale, "load_state_dict", lambda self, state: None),
+    "tests/engine/test_fp16.py",
+)
+
+
+@mutation("tests/engine/test_fp16.py")
+def updates_without_clipping_do_not_wait_for_the_norm(patch: pytest.MonkeyPatch) -> None:
+    needs_norm = Updates.needs_norm.fget
+    assert needs_norm is not None
+    patch.setattr(Updates, "needs_norm", property(lambda self: self.max_norm is not None and needs_norm(self)))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from offload.engine import prepare
 from offload.engine.gradients import tile_updates
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.unit import Unit
+from offload.layout.regions import Region
 from offload.optim import update
 from offload.tiers.tile import RegionState
 from tests.mutations import enter_as, mutation, replaced
@@ -96,3 +99,16 @@ def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
         vars(self)["_mutated"] = lr
 
     patch.setattr(Updates, "begin_step", late)
+
+
+@mutation("tests/engine/test_fp16.py")
+def frozen_fp16_weights_with_a_master(patch: pytest.MonkeyPatch) -> None:
+    build = prepare.build_regions
+
+    def built(*how: Any, **more: Any) -> tuple[Region, ...]:
+        return tuple(
+            replace(region, has_low=region.has_low or (region.compute == "fp16" and not region.codec.decodes))
+            for region in build(*how, **more)
+        )
+
+    patch.setattr(prepare, "build_regions", built)
