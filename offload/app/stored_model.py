@@ -41,7 +41,10 @@ TEACHER_MARK = "teacher.txt"
 """Attached file with a fingerprint of the teacher, which a resumed run compares."""
 TEACHER_VALUES = "teacher_values.txt"
 """Attached file with the name of the teacher's stored probabilities in the cache."""
-_NOT_EXPORTED = ("config.json", "generation_config.json", REFERENCE, REFERENCE_MARK, TEACHER_MARK, TEACHER_VALUES)
+MEASURED_ROWS = "measured_rows.txt"
+"""Attached file with a hash of the rows that the values of a reference or a teacher are of."""
+_OF_OTHERS = (REFERENCE, REFERENCE_MARK, TEACHER_MARK, TEACHER_VALUES, MEASURED_ROWS)
+_NOT_EXPORTED = ("config.json", "generation_config.json", *_OF_OTHERS)
 _IN_FOLDER = "--"
 """Stands for / in the names of attached files: a checkpoint has no folders."""
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once

@@ -227,6 +227,23 @@ def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_resumed_run_refuses_other_evaluation_rows(run: Any, pairs: str, tmp_path: Path) -> None:
+    """With equally many answers. Break: take the stored values by their number."""
+    lines = Path(pairs).read_text().splitlines(keepends=True)
+    evaluated = tmp_path / "evaluated.jsonl"
+    evaluated.write_text("".join(lines[:6]))
+    kept = {"checkpoint__every": 1, "checkpoint__keep": 4, "data__eval_share": 0.0}
+    own = asked(pairs, data__eval_source=str(evaluated), **kept)
+    _, wanted, _ = run("run", **own)
+    saved = {"checkpoint__resume": str(tmp_path / "run" / "checkpoints" / "step-1")}
+    _, again, _ = run("again", **own, **saved)
+    assert [line["loss"] for line in again] == [line["loss"] for line in wanted[1:]]
+    evaluated.write_text("".join(lines[5::-1]))
+    with pytest.raises(ConfigError, match=r"reference\.f32 has .* for other rows: the evaluation data has changed"):
+        run("other", **own, **saved)
+
+
+@pytest.mark.slow
 def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) -> None:
     """It has the values that it would have as the initial model, and a resumed run does without it. Break: measure the
     initial model; compare no files of a reference that is there.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from offload.extras.prefs.reference import (
     describe_settings,
     reference_key,
 )
+from tests.forks import ROOT
 from tests.integrations.plain import llama, needs
 
 needs("peft")
@@ -41,6 +45,22 @@ def adapted() -> Any:
 def rows(*identities: str) -> Any:
     sets = {str(number): SimpleNamespace(identity=each, sequence_length=16) for number, each in enumerate(identities)}
     return SimpleNamespace(pad_id=0, batch_size=2, batching=None, row_sets=sets)
+
+
+KEY_OF_A_MODEL = """
+from transformers import GenerationConfig
+from offload.app.config.config import Config
+from offload.engine.engine import Engine
+from offload.extras.prefs.reference import reference_key
+from tests.integrations.plain import llama
+from tests.training.test_reference_key import rows
+
+model = llama()
+model.generation_config = GenerationConfig.from_model_config(model.config)
+config = Config(train={"method": "dpo"}, data={"source": ["pairs.jsonl"]})
+with Engine(model) as engine:
+    print(reference_key(config, engine, rows("a")))
+"""
 
 
 def unchanged(values: Any, describe: Callable[[], str]) -> set[str]:
@@ -98,6 +118,20 @@ def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, ad
         keys.append(key())
     assert len(set(keys)) == len(keys) - 1, "the first two are of the same run"
     assert keys[0] == keys[1]
+
+
+def test_the_key_is_the_same_in_another_process() -> None:
+    """Python salts the hashes of each process. Break: leave `_original_object_hash` in."""
+    keys = {
+        subprocess.check_output(
+            [sys.executable, "-c", KEY_OF_A_MODEL],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            text=True,
+            cwd=ROOT,
+        )
+        for seed in "12"
+    }
+    assert len(keys) == 1
 
 
 def test_the_key_is_the_same_for_other_objects_and_placements(config: Config) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload.app.config.config import Config
 from offload.app.stored_model import TEACHER_VALUES
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.distill.stored import TeacherClasses
+from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
+from offload.extras.prefs import reference
 from tests.run_folder import SHAPE
 from tests.training.conftest import HOST, lines_of
 from tests.training.test_adapters import train_over_ranks
@@ -55,10 +62,13 @@ def values_of(lines: list[dict[str, Any]]) -> list[float]:
     return [line[key] for line in lines for key in ("loss", "grad_norm", "eval_loss") if key in line]
 
 
-def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    path = tmp_path / "rows.jsonl"
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"data__source": str(path), "data__sequence_length": 48}
+    return path
+
+
+def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"data__source": str(write_rows(tmp_path / "rows.jsonl", rows)), "data__sequence_length": 48}
 
 
 @pytest.mark.parametrize("data", ["text", "chats", "documents", "pairs"])
@@ -114,10 +124,89 @@ def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, 
         run("other", **own | {"distill__teacher": str(moved)}, **saved)
 
 
-def test_a_second_run_measures_nothing(run: Any, folder: Path) -> None:
-    """Break: leave the weights out of the key; count an adapter, which the teacher has not."""
+def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Path) -> None:
+    """With equally many targets. Break: take the stored values by their number; call the file of other rows damaged."""
+    own = asked(folder, **source(tmp_path, PAIRS), data__eval_share=0.0, checkpoint__every=2, checkpoint__keep=4)
+    own |= {"data__eval_source": str(write_rows(tmp_path / "evaluated.jsonl", PAIRS[:9])), "data__packing": False}
+    run("run", **own)
+    saved = {"checkpoint__resume": str(tmp_path / "run" / "checkpoints" / "step-2")}
+    for number, rows in enumerate((PAIRS[8::-1], PAIRS[:13])):
+        write_rows(tmp_path / "evaluated.jsonl", rows)
+        _, lines, _ = run(f"more-{number}", **own, **saved)
+        _, wanted, _ = run(f"beside-{number}", **own | {"distill__way": "beside"})
+        assert values_of(lines) == pytest.approx(values_of(wanted[2:]), rel=1e-6)
+
+
+def test_a_damaged_file_is_not_trained_on(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
+    """Neither by a new run nor by a resumed one. Break: compare the first batch alone."""
+    own = asked(folder, checkpoint__every=2, checkpoint__keep=4)
+    run("run", **own)
+    (stored,) = cache.glob("*.bin")
+    values = stored.read_bytes()
+    stored.write_bytes(values[: len(values) // 4].ljust(len(values), b"\0"))
+    for more in {}, {"checkpoint__resume": str(tmp_path / "run" / "checkpoints" / "step-2")}:
+        with pytest.raises(
+            ConfigError, match=r"\.bin, with .* is damaged: the probabilities of a token do not sum to 1"
+        ):
+            run(f"damaged-{len(more)}", **own, **more)
+    stored.write_bytes(values[:-7])
+    with pytest.raises(ConfigError, match=r"is damaged: .*Remove it, to measure the teacher again"):
+        run("cut", **own, **more)
+
+
+def test_a_plan_refuses_the_teachers_that_a_run_refuses(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Break: look at the teacher in the run alone."""
+    LlamaConfig(**SHAPE, vocab_size=400).save_pretrained(tmp_path / "big")
+    own = asked(folder, model__path=str(tmp_path / "big" / "config.json"), data__sequence_length=32)
+    config = Config.load(overrides={key.replace("__", "."): value for key, value in own.items()})
+    refused = r"distill\.teacher is .*base, which has probabilities for 384 tokens, but the model has 400"
+    with pytest.raises(ConfigError, match=refused):
+        Forecaster(config, 1).predict(config, read_machine("rtx-4090"), times=False)
+    with pytest.raises(ConfigError, match=refused):
+        run("run", **own)
+
+
+def test_rounding_is_no_other_teacher() -> None:
+    """The logarithm of a probability near 1 is the rounding of a sum. Break: allow a share of it alone."""
+    wanted = TeacherClasses(1.0, 7, 384)
+    stored = np.zeros(2, wanted.dtype)
+    stored["teacher_log_probs"] = [-1e-7, *[-18.0] * 7]
+    found = stored.copy()
+    found["teacher_log_probs"][:, 0] = -4e-6
+    assert wanted.is_same(found, stored)
+    found["teacher_log_probs"][:, 0] = -0.01
+    assert not wanted.is_same(found, stored)
+
+
+def test_a_process_that_waits_says_so(run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: wait for the lock without a word; do not wait."""
     run("first", **asked(folder))
-    own = {"distill__labels": 0.5, "distill__beta": 0.0, "lora__rank": 2, "optimizer__name": "lion"}
+    (lock,) = cache.glob("*.lock")
+    flock, waited = fcntl.flock, []
+    with lock.open("w") as other:
+        flock(other, fcntl.LOCK_EX)
+
+        def until_the_other_ends(stream: Any, operation: int) -> None:
+            if operation == fcntl.LOCK_EX:
+                waited.append(stream)
+                other.close()
+            flock(stream, operation)
+
+        monkeypatch.setattr(reference.fcntl, "flock", until_the_other_ends)
+        _, _, out = run("second", **asked(folder))
+    assert waited
+    assert "teacher: another process measures the same; this one waits for it" in out
+
+
+def test_a_second_run_measures_nothing(run: Any, folder: Path) -> None:
+    """Break: leave the weights out of the key; count an adapter, which the teacher has not; count the seed."""
+    run("first", **asked(folder))
+    own: dict[str, Any] = {"run__seed": 5} | {
+        "distill__labels": 0.5,
+        "distill__beta": 0.0,
+        "lora__rank": 2,
+        "optimizer__name": "lion",
+    }
     _, _, out = run("second", **asked(folder, model__path=str(folder), **own))
     assert "log-probabilities of" not in out
     file = folder / "model.safetensors"
@@ -129,12 +218,14 @@ def test_a_second_run_measures_nothing(run: Any, folder: Path) -> None:
 def test_a_measurement_that_was_killed_is_finished(
     run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Break: give the file its name before all records are in it; keep part of a batch."""
+    """The last batch in the file is measured again. Break: give the file its name before all records are in it; keep
+    part of a batch; keep the last batch, of which a power cut may leave zeros.
+    """
     _, wanted, _ = run("whole", **asked(folder))
     (whole,) = cache.glob("*.bin")
     values = whole.read_bytes()
     shutil.rmtree(cache)
-    evaluate, left = Engine.evaluate, [2]
+    evaluate, left = Engine.evaluate, [3]
 
     def failing(self: Engine, *args: Any) -> Any:
         left[0] -= 1
@@ -148,9 +239,9 @@ def test_a_measurement_that_was_killed_is_finished(
             run("first", **asked(folder))
     (part,) = cache.glob("*.part")
     assert not list(cache.glob("*.bin"))
-    assert part.read_bytes() == values[: part.stat().st_size]
-    with part.open("ab") as stream:
-        stream.write(bytes(100))  # of the batch in which it was killed
+    size = part.stat().st_size
+    assert part.read_bytes() == values[:size]
+    part.write_bytes(values[: 2 * size // 3].ljust(size + 100, b"\0"))
     _, lines, out = run("second", **asked(folder))
     assert f", of which {2 * 4 * 31} are already computed" in out
     assert values_of(lines) == values_of(wanted)

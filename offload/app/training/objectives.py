@@ -63,7 +63,7 @@ class Objective:
         return None
 
     @classmethod
-    def measured_first(cls, _config: Config, _build: BuildModel, /) -> Mapping[str, BuiltModel]:
+    def measured_first(cls, _config: Config, _build: BuildModel, _vocab_size: int, /) -> Mapping[str, BuiltModel]:
         """Return the models that `measure_others` runs, each alone, by the settings that name them. Raises
         ConfigError.
         """

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.config.sections import LoraSection, OptimizerSection
+from offload.app.config.sections import LoraSection, OptimizerSection, RunSection
 from offload.app.hf.companion import check_companion, companion_at
 from offload.app.hf.models import BuiltModel, load_model_config, locate, rope_limit
-from offload.app.stored_model import TEACHER_MARK, TEACHER_VALUES
+from offload.app.stored_model import MEASURED_ROWS, TEACHER_MARK, TEACHER_VALUES
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import BuildModel, Objective, OpenFrozen, Say
 from offload.distributed.comm import Comm
@@ -29,7 +29,7 @@ from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.distill.classes import record_type
 from offload.extras.distill.losses import Distillation, StoredDistillation
 from offload.extras.distill.stored import TeacherClasses, open_stored
-from offload.extras.prefs.reference import measure
+from offload.extras.prefs.reference import is_of_rows, measure, rows_mark
 from offload.user_cache import default_cache_dir
 
 KEY = "distill.teacher"
@@ -75,11 +75,13 @@ class FromTeacher(Objective):
         return Distillation(teacher, *options, top_k=section.top_k)
 
     @classmethod
-    def measured_first(cls, config: Config, build: BuildModel) -> Mapping[str, BuiltModel]:
+    def measured_first(cls, config: Config, build: BuildModel, num_tokens: int) -> Mapping[str, BuiltModel]:
         if not _is_stored(config):
             return {}
         with companion_at(config, KEY) as section:
-            return {KEY: build(section)}
+            built = build(section)
+        check_companion(config, KEY, built.model.config, num_tokens)
+        return {KEY: built}
 
     @classmethod
     def plan_notes(cls, config: Config, num_tokens: int) -> Iterator[str]:
@@ -116,9 +118,10 @@ class FromStored(FromTeacher):
     ) -> None:
         self._data = data
         with share_failure(comm, "look for the probabilities of the teacher"):
-            for file in [file for folder in folders if (file := folder / TEACHER_VALUES).is_file()][:1]:
-                self._path = _stored_dir() / file.read_text()
-        # A resumed run needs no teacher, unless somebody has emptied the cache.
+            newest = next((folder for folder in folders if (folder / TEACHER_VALUES).is_file()), None)
+            if newest is not None and is_of_rows(newest, data):
+                self._path = _stored_dir() / (newest / TEACHER_VALUES).read_text()
+        # A resumed run needs no teacher, unless somebody has emptied the cache or changed the evaluation data.
         if comm.from_rank(0, self._path.is_file(), "the probabilities of the teacher"):
             return
         with share_failure(comm, "check of the teacher"), companion_at(config, KEY) as section:
@@ -136,8 +139,9 @@ class FromStored(FromTeacher):
                     )
                 )
             wanted = TeacherClasses(config.distill.temperature, config.distill.top_k, self._num_tokens)
-            # The teacher has no adapter, and no update: many runs may learn from one measurement.
-            of_teacher = config.model_copy(update={"lora": LoraSection(), "optimizer": OptimizerSection()})
+            # The teacher has no adapter, no update and nothing random: many runs may learn from one measurement.
+            unused = {"lora": LoraSection(), "optimizer": OptimizerSection(), "run": RunSection()}
+            of_teacher = config.model_copy(update=unused)
             self._path = measure(of_teacher, engine, data, comm, say, wanted)
 
     def prepare(
@@ -153,17 +157,15 @@ class FromStored(FromTeacher):
             )
         with share_failure(comm, "reading of the probabilities of the teacher"):
             record = record_type(config.distill.top_k, self._num_tokens)
-            problem = f"{self._path}, with the probabilities of the teacher,"
             try:
                 values = open_stored(self._path, record, data)
             except OSError as error:
                 raise ConfigError(
-                    f"{problem} cannot be read: {error}. All ranks read this file: set XDG_CACHE_HOME to a folder that "
-                    "all machines share."
+                    f"{self._path}, with the probabilities of the teacher, cannot be read: {error}. All ranks read "
+                    "this file: set XDG_CACHE_HOME to a folder that all machines share."
                 ) from error
-            except ValueError as error:
-                raise ConfigError(f"{problem} is damaged: {error}. Remove it, to measure the teacher again.") from error
-            files = {**_mark(config, folders), TEACHER_VALUES: self._path.name.encode()}
+            own = {TEACHER_VALUES: self._path.name.encode(), MEASURED_ROWS: rows_mark(data)}
+            files = {**_mark(config, folders), **own}
         return replace(data, values=values), files
 
 

@@ -14,13 +14,16 @@ import torch
 from offload.engine.loss.batch import IGNORED, Batch, Chunk, next_labels
 from offload.engine.loss.cross_entropy import Term
 from offload.engine.loss.loss import Loss, Needs
+from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import RowSet
 from offload.extras.distill.classes import VALUES, pieces, record_type, top_classes
-from offload.extras.prefs.reference import SAME_SHARE, Measurement
+from offload.extras.prefs.reference import Measurement
 
 _BLOCK_ROWS = 256
 """Rows whose labels are in memory at once."""
+_SUM_NATS = 1e-3
+"""Most that the logarithm of a sum of probabilities may be from 0: the rounding of fp32, with room."""
 
 
 class TeacherClasses(Measurement):
@@ -46,7 +49,7 @@ class TeacherClasses(Measurement):
     def is_same(self, found: np.ndarray, stored: np.ndarray) -> bool:
         # Not the tokens: two of them may be equally probable.
         (key, *_) = VALUES
-        return np.allclose(found[key], stored[key], SAME_SHARE)
+        return super().is_same(found[key], stored[key])
 
 
 class _TakeClasses(Loss):
@@ -94,34 +97,51 @@ class _TakeClasses(Loss):
 class StoredRows:
     """Stored classes of the rows of a set, see `RowValues`."""
 
+    path: Path
     records: np.ndarray
-    """Of all sets, on disk, [targets]."""
+    """Of all sets, in the file at `path`, [targets]."""
     ends: np.ndarray
     """Place behind the last record of each row, int64 [rows]."""
 
     def of(self, rows: np.ndarray, labels: np.ndarray) -> Mapping[str, torch.Tensor]:
         fields = self.records.dtype
         values = {key: np.zeros((*labels.shape, *fields[key].shape), fields[key].base) for key in VALUES}
-        for place, (row, is_target) in enumerate(zip(rows, labels[:, 1:] != IGNORED, strict=True)):
+        targets = labels[:, 1:] != IGNORED
+        for place, (row, is_target) in enumerate(zip(rows, targets, strict=True)):
             end = self.ends[row]
             found = self.records[end - is_target.sum() : end]
             for key, of_rows in values.items():
                 of_rows[place, :-1][is_target] = found[key]
+        (key, *_) = VALUES
+        # A record of zeros, such as a power cut leaves, or of other rows' bytes would be trained on.
+        sums = torch.from_numpy(values[key][:, :-1][targets]).logsumexp(1)
+        if not (sums.abs() < _SUM_NATS).all():
+            raise damage(self.path, "the probabilities of a token do not sum to 1")
         return {key: torch.from_numpy(each) for key, each in values.items()}
+
+
+def damage(path: Path, what: str) -> ConfigError:
+    """Return the error for a file of stored classes with other content than was measured."""
+    return ConfigError(
+        f"{path}, with the probabilities of the teacher, is damaged: {what}. Remove it, to measure the teacher again."
+    )
 
 
 def open_stored(path: Path, record: np.dtype[Any], data: Dataset) -> dict[str, StoredRows]:
     """Return the stored classes of all row sets, by the names in `Dataset.row_sets`.
 
-    Raises OSError, and ValueError for a file of other rows.
+    Raises OSError, and ConfigError for a damaged file.
     """
-    records = np.memmap(path, record, "r")
+    try:
+        records = np.memmap(path, record, "r")
+    except ValueError as error:  # part of a record, or nothing
+        raise damage(path, str(error)) from error
     ends = np.cumsum(np.concatenate([_num_targets(*span) for span in _blocks(data)]))
     if ends[-1] != len(records):
-        raise ValueError(f"it has {len(records):,} tokens, and the data {ends[-1]:,}")
+        raise damage(path, f"it has {len(records):,} tokens, and the data {ends[-1]:,}")
     borders = np.cumsum([rows.num_distinct for rows in data.row_sets.values()])
     parts = np.split(ends, borders[:-1])
-    return {name: StoredRows(records, part) for name, part in zip(data.row_sets, parts, strict=True)}
+    return {name: StoredRows(path, records, part) for name, part in zip(data.row_sets, parts, strict=True)}
 
 
 def _blocks(data: Dataset) -> Iterator[tuple[RowSet, int, int]]:

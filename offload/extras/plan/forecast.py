@@ -326,7 +326,8 @@ class Forecaster:
     def _first(self) -> Mapping[str, Forecaster]:
         """Forecasters of the models that run alone before the first step, by setting."""
         try:
-            models = OBJECTIVES[self.config.train.method].measured_first(self.config, _on_shapes)
+            kind, num_tokens = OBJECTIVES[self.config.train.method], vocab_size(self._architecture)
+            models = kind.measured_first(self.config, _on_shapes, num_tokens)
         except ConfigError:
             if self.machine is not None:  # a resumed run may do without the folder, and a new one refuses it itself
                 return {}

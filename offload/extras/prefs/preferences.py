@@ -82,11 +82,13 @@ class Preferences(Objective):
         return DPOBeside(config.train.beta, reference)
 
     @classmethod
-    def measured_first(cls, config: Config, build: BuildModel) -> Mapping[str, BuiltModel]:
+    def measured_first(cls, config: Config, build: BuildModel, num_tokens: int) -> Mapping[str, BuiltModel]:
         if config.prefs.reference is None or config.prefs.way == "beside":
             return {}
         with companion_at(config, KEY) as section:
-            return {KEY: build(section)}
+            built = build(section)
+        check_companion(config, KEY, built.model.config, num_tokens)
+        return {KEY: built}
 
     def measure_others(
         self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say

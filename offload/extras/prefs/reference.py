@@ -11,6 +11,7 @@ weights, buffers, module attributes, code, rows.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.environment import describe_environment
-from offload.app.stored_model import REFERENCE
+from offload.app.stored_model import MEASURED_ROWS, REFERENCE
 from offload.checkpoint.manifest import raw
 from offload.checkpoint.spread import broadcast_value
 from offload.distributed.comm import Comm, digest
@@ -42,13 +43,15 @@ from offload.extras.data.mixture import RowSet
 from offload.extras.data.sources import hash_text
 from offload.extras.prefs.losses import LogProbs
 from offload.files.directories import free_bytes
-from offload.native.io import disk_error, sync_path
+from offload.native.io import disk_error
 from offload.planning.memory import EXPERT_BUFFER
 from offload.user_cache import class_hash, code_hash, default_cache_dir
 
 _PRINT_INTERVAL_S = 30.0
 SAME_SHARE = 1e-3
 """Allowed difference of a stored log-probability, relative: on a GPU sums may have any order."""
+SAME_NATS = 1e-3
+"""Allowed difference beside this share: the log-probability of a sure token is the rounding of its sum."""
 Say = Callable[[str], None]
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -108,6 +111,9 @@ LEFT_OUT_NAMES: Mapping[str, str] = {
         ("memory", "platform", "pci"),
         "The environment lists free memory, the kernel of the operating system and the slot of a GPU.",
     ),
+    "_original_object_hash": (
+        "Python salts it in each process. It tells transformers whether a generation configuration was edited."
+    ),
 }
 """Attributes and items left out of the key everywhere, each with a reason."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -133,7 +139,19 @@ def with_reference(data: Dataset, values: np.ndarray) -> tuple[Dataset, Mapping[
     sizes = _sizes(data)
     ends = np.cumsum(list(sizes.values()))[:-1]  # of all sets but the last
     by_name = dict(zip(sizes, map(_References, np.split(values, ends)), strict=True))
-    return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes()}
+    return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes(), MEASURED_ROWS: rows_mark(data)}
+
+
+def rows_mark(data: Dataset) -> bytes:
+    """Return a hash of all rows, trained and evaluated, without the names of their files."""
+    rows = [(each.identity, each.sequence_length, each.packing) for each in data.row_sets.values()]
+    return hash_text(repr(rows)).encode()
+
+
+def is_of_rows(folder: Path, data: Dataset) -> bool:
+    """Return whether the values that the checkpoint in `folder` has of another model are of the rows of `data`."""
+    file = folder / MEASURED_ROWS
+    return not file.is_file() or file.read_bytes() == rows_mark(data)  # earlier versions wrote no such file
 
 
 def _sizes(data: Dataset) -> dict[str, int]:
@@ -143,7 +161,7 @@ def _sizes(data: Dataset) -> dict[str, int]:
 def read_stored(folders: Sequence[Path], data: Dataset, comm: Comm) -> np.ndarray:
     """Return the log-probability per row, in `Dataset.row_sets` order, from the first checkpoint with a reference file.
 
-    Raises ConfigError if the row count differs.
+    Raises ConfigError for other rows.
     """
     num_rows, values = sum(_sizes(data).values()), np.zeros(0, np.float32)
     with share_failure(comm, "reading of the reference"):
@@ -154,6 +172,12 @@ def read_stored(folders: Sequence[Path], data: Dataset, comm: Comm) -> np.ndarra
             raise ConfigError(
                 f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
                 f"{num_rows:,} answers: restore the checkpoint or the data, or begin a new run in another run.dir."
+            )
+        # The training data are compared by the data set itself.
+        if file is not None and not is_of_rows(file.parent, data):
+            raise ConfigError(
+                f"{file} has log-probabilities of the reference model for other rows: the evaluation data has changed "
+                "since the run began. Restore it, or begin a new run in another run.dir."
             )
     return values
 
@@ -182,7 +206,7 @@ class Measurement(ABC):
 
     def is_same(self, found: np.ndarray, stored: np.ndarray) -> bool:
         """Tell whether two measurements of the same rows agree."""
-        return np.allclose(found, stored, SAME_SHARE, equal_nan=True)
+        return np.allclose(found, stored, SAME_SHARE, SAME_NATS, equal_nan=True)
 
 
 class _Answers(Measurement):
@@ -220,7 +244,7 @@ def measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say,
     path = default_cache_dir() / wanted.name / f"{key}.bin"
     spans = list(_batch_spans(data))
     sizes = [wanted.num_records(data.row_sets[name], begin, end) for name, begin, end in spans]
-    with _open_cache(path, wanted, sizes, comm) as cache:
+    with _open_cache(path, wanted, sizes, comm, say) as cache:
 
         def measured(name: str, begin: int, end: int) -> np.ndarray:
             engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), wanted.loss)
@@ -271,7 +295,7 @@ def _batch_spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
 
 
 @contextmanager
-def _open_cache(path: Path, wanted: Measurement, sizes: Sequence[int], comm: Comm) -> Iterator[_Cache | None]:
+def _open_cache(path: Path, wanted: Measurement, sizes: Sequence[int], comm: Comm, say: Say) -> Iterator[_Cache | None]:
     """Open rank 0's file of records, locked for one process. None on other ranks. Raises ConfigError, DoesNotFitError,
     on all ranks.
     """
@@ -282,7 +306,11 @@ def _open_cache(path: Path, wanted: Measurement, sizes: Sequence[int], comm: Com
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     lock = opened.enter_context(path.with_suffix(".lock").open("w"))
-                    fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and then finds all values
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        say(f"{wanted.name}: another process measures the same; this one waits for it ...")
+                        fcntl.flock(lock, fcntl.LOCK_EX)  # then all values are there
                     cache = _Cache(path, wanted.dtype, sizes)
                 except OSError as error:
                     raise unusable(path.parent, error) from error
@@ -308,8 +336,8 @@ class _Cache:
             self._stream: BufferedReader | BufferedRandom = path.open("rb")
             return
         self._stream = self._part.open("a+b")
-        # A killed process may have left part of a batch.
-        self.num_known = int(np.searchsorted(self._ends, self._stream.tell(), "right"))
+        # A killed process may have left part of a batch. After a power cut, the last one may be zeros in part.
+        self.num_known = max(0, int(np.searchsorted(self._ends, self._stream.tell(), "right")) - 1)
         done = int(self._ends[self.num_known - 1]) if self.num_known else 0
         self._stream.truncate(done)
         free = free_bytes(path.parent)
@@ -335,6 +363,7 @@ class _Cache:
         try:
             self._stream.write(records.astype(self._dtype).tobytes())
             self._stream.flush()
+            os.fsync(self._stream.fileno())  # all batches before the last one are whole, also after a power cut
         except OSError as error:
             raise disk_error("the write of the log-probabilities", self._part, error) from error
 
@@ -342,7 +371,6 @@ class _Cache:
         """Give the file its name, if it is new."""
         if self._stream.mode == "rb":
             return
-        sync_path(self._part)  # before the name: after a power cut, a file with the name is complete
         self._part.replace(self._path)
 
     def close(self) -> None:
