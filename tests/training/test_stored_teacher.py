@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +250,32 @@ def test_a_measurement_that_was_killed_is_finished(
     assert values_of(lines) == values_of(wanted)
     assert whole.read_bytes() == values
     assert not list(cache.glob("*.part"))
+
+
+def test_a_measurement_tells_what_it_is_for(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: say nothing of rows that no step reads; count the rows of one step; leave out the time."""
+    monkeypatch.setattr(reference, "_PRINT_INTERVAL_S", 0.0)
+    _, _, out = run("few", **asked(folder, train__steps=2))
+    assert re.search(r"note: .* by the teacher, and the run uses 8 of the \d+ training rows", out)
+    lines = re.findall(r"teacher: ([\d,]+) of ([\d,]+) tokens, eta [\d:]+\n", out)
+    assert lines[0][0] != lines[0][1]
+    assert lines[-1][0] == lines[-1][1]
+    _, _, out = run("all", **asked(folder, train__steps=60, distill__temperature=1.0))
+    assert "log-probabilities of" in out
+    assert "by the teacher" not in out
+
+
+def test_abandoned_parts_are_removed(run: Any, folder: Path, cache: Path) -> None:
+    """Break: remove a part that is new, or in use."""
+    cache.mkdir(parents=True)
+    for name, age_s in ("old", 40 * 86400), ("new", 86400), ("used", 40 * 86400):
+        part = cache / f"{name}.part"
+        part.touch()
+        os.utime(part, (time.time() - age_s,) * 2)
+    with (cache / "used.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run("run", **asked(folder))
+    assert {part.stem for part in cache.glob("*.part")} == {"new", "used"}
 
 
 @pytest.mark.slow

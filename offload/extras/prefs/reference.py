@@ -15,7 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedRandom, BufferedReader
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.amounts import clock
 from offload.app.config.config import Config
 from offload.app.environment import describe_environment
 from offload.app.stored_model import MEASURED_ROWS, REFERENCE
@@ -48,6 +49,8 @@ from offload.planning.memory import EXPERT_BUFFER
 from offload.user_cache import class_hash, code_hash, default_cache_dir
 
 _PRINT_INTERVAL_S = 30.0
+_ABANDONED_S = 30 * 86400
+"""Age of a part that nobody goes on with: a change of the code gives it another key."""
 SAME_SHARE = 1e-3
 """Allowed difference of a stored log-probability, relative: on a GPU sums may have any order."""
 SAME_NATS = 1e-3
@@ -272,19 +275,33 @@ def measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say,
                 f"{wanted.name}: log-probabilities of {sum(sizes):,} {wanted.unit}{known}; {num_bytes} in "
                 f"{path.parent} ..."
             )
-        printed_at = time.monotonic()
+            _tell_use(config, data, wanted, say)
+        began_at = printed_at = time.monotonic()
+        num_before = sum(sizes[:num_known])
         for number in range(num_known, len(spans)):
             records = measured(*spans[number])
             with share_failure(comm, f"keeping of the {wanted.name}"):
                 if cache is not None:
                     cache.append(records)
             if time.monotonic() - printed_at > _PRINT_INTERVAL_S:
-                printed_at = time.monotonic()
-                say(f"{wanted.name}: {sum(sizes[: number + 1]):,} of {sum(sizes):,} {wanted.unit}")
+                printed_at, done = time.monotonic(), sum(sizes[: number + 1])
+                record_s = (printed_at - began_at) / max(1, done - num_before)
+                left = clock(record_s * (sum(sizes) - done))
+                say(f"{wanted.name}: {done:,} of {sum(sizes):,} {wanted.unit}, eta {left}")
         with share_failure(comm, f"keeping of the {wanted.name}"):
             if cache is not None:
                 cache.complete()
     return path
+
+
+def _tell_use(config: Config, data: Dataset, wanted: Measurement, say: Say) -> None:
+    """Tell how many of the measured rows the run will use."""
+    steps, num_rows = config.train.steps, data.num_train_rows
+    if steps is not None and steps * data.batch_size < num_rows:
+        say(
+            f"note: all rows are measured by the {wanted.name}, and the run uses {steps * data.batch_size:,} of the "
+            f"{num_rows:,} training rows. Give it fewer rows, or more steps."
+        )
 
 
 def _batch_spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
@@ -311,11 +328,22 @@ def _open_cache(path: Path, wanted: Measurement, sizes: Sequence[int], comm: Com
                     except BlockingIOError:
                         say(f"{wanted.name}: another process measures the same; this one waits for it ...")
                         fcntl.flock(lock, fcntl.LOCK_EX)  # then all values are there
+                    _remove_abandoned(path.parent)
                     cache = _Cache(path, wanted.dtype, sizes)
                 except OSError as error:
                     raise unusable(path.parent, error) from error
                 opened.callback(cache.close)
         yield cache
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove old parts of measurements, except those of running processes."""
+    for part in folder.glob("*.part"):
+        # A locked one is in use, and another process may remove the same.
+        with suppress(OSError), part.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 class _Cache:

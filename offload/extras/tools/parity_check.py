@@ -300,6 +300,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
     with share_failure(comm, "check of the settings"):
         config.check_source()
         check_settings(config, comm)
+        _check_steps(num_steps, config.train.steps)  # before hours in which another model is measured
     with work_progress() if comm.rank == 0 else nullcontext(tell_nobody) as tell:
         result = _train_both(config, num_steps, same_order, comm, say, tell, compares_each_step=False)
         result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
@@ -325,13 +326,13 @@ def _train_both(
     with closing(run.engine), ExitStack() as stack:
         if (accelerator := own_accelerator(config.offload.device)) is not None:
             stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
+        with share_failure(comm, "check of the steps"):
+            _check_steps(num_steps, most)
         data, _ = run.objective.prepare(run.config, run.engine, run.data, comm, (), say)
         is_measured = data is not run.data
         run = replace(run, data=data)
         resident = None
         with share_failure(comm, "making of the resident side"):
-            if most is not None and num_steps > most:
-                raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
             if comm.rank == 0:
                 resident = _build_resident(run, same_order)
                 stack.enter_context(stages_in_memory(resident.model, make_settings(run.config)))
@@ -365,6 +366,11 @@ def _train_both(
         result.first = result.first or result.weights.first
         result.reasons = sides.reasons()
     return result
+
+
+def _check_steps(num_steps: int, most: int | None) -> None:
+    if most is not None and num_steps > most:
+        raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
 
 
 def _notes(config: Config, engine: Engine) -> Iterator[str]:
