@@ -349,7 +349,8 @@ def test_a_reference_with_other_tokens_is_refused(run: Any, pairs: str, tmp_path
 
 
 def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, left = Engine.evaluate, [2]
+    """Its last batch is measured again."""
+    evaluate, left = Engine.evaluate, [3]
 
     def failing(self: Engine, *args: Any) -> Any:
         left[0] -= 1
