@@ -43,6 +43,7 @@ def test_there_is_a_test_of_each() -> None:
         "real_model",
         "real_trainer",
         "real_embeddings",
+        "real_distill",
         "noise_stage",
     }
 

