@@ -143,7 +143,7 @@ def stored() -> dict[str, torch.Tensor]:
         engine.evaluate(batch, wanted.loss)
     labels = batch["labels"].cpu().numpy()
     ends = (labels[:, 1:] != -100).sum(1).cumsum()
-    values = StoredRows(wanted.taken(), ends).of(np.arange(len(labels)), labels)
+    values = StoredRows(Path(), wanted.taken(), ends).of(np.arange(len(labels)), labels)
     return {key: value.to(own_device()) for key, value in (batch | values).items()}
 
 
