@@ -77,7 +77,7 @@ def test_another_program_is_compiled(
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "codes.inl").write_text("// one")
-    program = device_update.KernelVariant("sgd", "fp32", 0, False, False).program
+    program = device_update.KernelVariant("sgd", "fp32", 0, torch.float32, torch.float32).program
     options = (*program.options, f"-I{folder}")
 
     def compile_() -> None:

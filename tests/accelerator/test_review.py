@@ -256,7 +256,7 @@ def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
     whole = slice(0, sum(sizes))
     flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).mul_(1e3).to(dtype)
     flat[5] = 1e8
-    region = SimpleNamespace(offsets=offsets, sizes=sizes)
+    region = SimpleNamespace(offsets=offsets, sizes=sizes, compute="bf16")
     on_device = flat.to("sim")
     sizes_of_norms, norm = [], torch._foreach_norm  # a CPU kernel converts on the fly, without a visible copy
 

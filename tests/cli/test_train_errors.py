@@ -55,7 +55,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
             ["--debgu", "--lr", "1"],
             ["unknown option --debgu (did you mean debug?)", "unknown key lr (did you mean opt"],
         ),
-        (["--train.precision", "fp16"], ["train.precision is 'fp16' (did you mean bf16?); it"]),
+        (["--train.precision", "bf17"], ["train.precision is 'bf17' (did you mean bf16?); it"]),
         (["--optimizer.name", "adam"], ["optimizer.name is 'adam' (did you mean adamw?)"]),
         (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'muon' or 'mezo'"]),
         (

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -281,14 +282,17 @@ def test_a_mixture_of_pairs(write_lines: Callable[..., Path], build: Callable[..
 
 
 def test_values_of_rows_come_with_them(write_lines: Callable[..., Path], build: Callable[..., Dataset]) -> None:
+    class Numbers:
+        def of(self, rows: np.ndarray, labels: np.ndarray) -> dict[str, torch.Tensor]:
+            return {"own": torch.from_numpy(rows), "seen": torch.from_numpy(labels)}
+
     data = build(write_lines("rows.jsonl", *numbered(9)), eval_share=0.3)
-    values = {name: {"own": np.arange(rows.num_distinct, dtype="f4")} for name, rows in data.row_sets.items()}
-    with_values = Dataset(**vars(data) | {"values": values})
+    with_values = Dataset(**vars(data) | {"values": dict.fromkeys(data.row_sets, Numbers())})
     batch = with_values.batch(1)
-    assert batch["own"][:, 0].tolist() == data.train.at(6, 6, 0).tolist()
-    assert not batch["own"][:, 1:].any()
+    assert batch["own"].tolist() == data.train.at(6, 6, 0).tolist()
+    assert torch.equal(batch["seen"], batch["labels"])
     (held_out, *_) = with_values.eval_batches(2)
-    assert held_out["own"][:, 0].tolist() == data.eval.at(0, 2, 0).tolist()
+    assert held_out["own"].tolist() == data.eval.at(0, 2, 0).tolist()
 
 
 def test_other_data_than_preferences_are_refused(

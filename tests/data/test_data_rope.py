@@ -102,7 +102,7 @@ def test_all_batches_have_one_width_if_a_row_is_beyond_the_limit(dataset_of: Any
 def test_documents_beyond_the_limit_are_not_packed_apart(first_loss: Any) -> None:
     """Break: leave out the limit in `isolate`: documents then have the frequencies of the longest one in a part."""
     rows = [[3, 4, 5, 6], [*range(3, 3 + LIMIT + 1)]]
-    with pytest.raises(ConfigError, match=r"beyond 9 tokens the model has other .* and the longest document has 10"):
+    with pytest.raises(ConfigError, match=r"beyond 9 tokens a model has other .* and the longest document has 10"):
         first_loss(rows, 1, packing_isolated=True)
 
 

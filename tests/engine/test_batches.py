@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 
 
 SETTINGS: list[tuple[str, Any]] = [
-    ("precision", "fp16"),
+    ("precision", "fp64"),
     ("clip", "sometimes"),
     ("on_nonfinite", "ignore"),
     ("micro_batch_size", 0),

@@ -196,7 +196,7 @@ ROWS: tuple[Row, ...] = (
     _row("train.batch_size", "4", "tokens"),
     _row("train.micro_batch_size", "1", "losses"),
     _row("train.passes", "2", "moved"),
-    _row("train.precision", "bf16 fp32", "losses", auto="fp32"),
+    _row("train.precision", "bf16 fp16 fp32", "losses", auto="fp32"),
     *_with("run", {"train.precision": "bf16"}, _row("train.matmul", "fp8_rowwise fp8_tensorwise", "losses"),
         limits={"offload.extras.quant.products.LEAST_SIZE": 32}),
     _row("train.recompute", "always never products", "peak", auto="never"),

@@ -140,7 +140,7 @@ def test_the_end_is_estimated_without_the_trials_of_the_first_step(monkeypatch: 
     for step_s, own_s in ((62.0, 2.0), (2.0, 2.0)):
         now[0] += step_s
         fields = {"step_seconds": step_s, "loss": 1.0, "tokens_seen": 1}
-        progress.count_step(fields, cast("StepResult", SimpleNamespace(seconds=own_s, coarse=False)))
+        progress.count_step(fields, cast("StepResult", SimpleNamespace(seconds=own_s, coarse=False, skipped=False)))
         assert progress.eta_s == 2.0 * (5 - progress.num_done)
 
 
