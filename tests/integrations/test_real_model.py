@@ -73,10 +73,8 @@ def test_embeddings_find_more_functions_after_training(packages: Path, tmp_path:
 def test_a_notebook_proves_a_streamed_model_equal(packages: Path, tmp_path: Path) -> None:
     """Break: leave a unit's update out, or give the card room for all states."""
     run_commands("python examples/real_model.py --output /tmp/smollm2", packages, tmp_path)
-    script = tmp_path / "notebook.py"
-    script.write_text(notebook_code("prove_it"))
-    settings = f"MODEL={tmp_path}/smollm2/model CARD=1GiB"
-    output = run_commands(f"cd {tmp_path} && {settings} python notebook.py", packages, tmp_path)
+    (tmp_path / "notebook.py").write_text(notebook_code("prove_it"))
+    output = run_commands("cd /tmp/. && MODEL=/tmp/smollm2/model CARD=1GiB python notebook.py", packages, tmp_path)
     assert "streamed: from 2 GiB of states on the host, through a device that held" in output
     assert output.splitlines()[-1] == "EQUAL"
 
