@@ -14,7 +14,7 @@ struct Execution {
   Isa isa;
 };
 
-// The numbers of an array, by the last two bytes or four of each: T is float; uint16_t for bfloat16; or Half for fp16.
+// Types of the numbers in an array. Where a function is a template, T is float, uint16_t for bfloat16, or Half for fp16.
 enum class Element { fp32, bf16, fp16 };
 struct Half {
   uint16_t bits;

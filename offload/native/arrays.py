@@ -34,7 +34,7 @@ _ALLOWED = {
     UINT8: "uint8",
     INT32: "int32",
 }
-_ELEMENTS = {"bfloat16": True, "bits16": True, "float16": 2}  # enum Element in csrc/kernels.h; else 0
+_ELEMENTS = {"bfloat16": 1, "bits16": 1, "float16": 2}  # enum Element in csrc/kernels.h; else 0
 
 
 def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tuple[int, int, int]:
@@ -65,7 +65,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     if length >= 0 and num_elements != length:
         raise _wrong_length(name, num_elements, length)
-    return address, num_elements, _ELEMENTS.get(dtype_name or "", False)
+    return address, num_elements, _ELEMENTS.get(dtype_name or "", 0)
 
 
 def address_of(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> int:

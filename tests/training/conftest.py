@@ -105,3 +105,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return result, lines_of(result.dir), capsys.readouterr().out
 
     return train
+
+
+@contextmanager
+def interrupted_measurement(monkeypatch: pytest.MonkeyPatch, num_batches: int) -> Iterator[None]:
+    """Context in which the measurement of another model stops after some batches, as by Ctrl-C."""
+    evaluate, left = Engine.evaluate, [num_batches]
+
+    def failing(self: Engine, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return evaluate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "evaluate", failing)
+        with pytest.raises(KeyboardInterrupt):
+            yield

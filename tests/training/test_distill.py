@@ -8,6 +8,7 @@ import shutil
 import signal
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,30 +106,42 @@ def both(frozen: Any = None, **options: Any) -> tuple[Any, Distillation]:
     return model.train(), Distillation(frozen, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_loss_and_weights_are_trls(beta: float, way: str) -> None:
-    """Break: swap teacher and model in `divergence`; let `model.train()` reach the teacher's dropout; count padding."""
+def train_by_trl(prepare: Callable[[Any, Any], tuple[Any, Any]], **options: float) -> tuple[list[float], Any]:
+    """Return the losses of two steps of plain PyTorch with TRL's divergence, and the student after them.
+
+    prepare: returns what TRL compares, from logits of student and teacher.
+    """
     needs("trl")
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
     model, frozen, batch = twin(student()), twin(teacher()).eval(), rows()
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.5), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for _ in range(2):
         with torch.no_grad():
             of_teacher = frozen(**inputs).logits[:, :-1]
-        divergence = GKDTrainer.generalized_jsd_loss(
-            model(**inputs).logits[:, :-1], of_teacher, batch["labels"][:, 1:], beta=beta, temperature=2.0
-        )
+        compared = prepare(model(**inputs).logits[:, :-1], of_teacher)
+        divergence = GKDTrainer.generalized_jsd_loss(*compared, batch["labels"][:, 1:], **options)
         optimizer.zero_grad()
         divergence.backward()
         optimizer.step()
-        wanted.append(divergence.item())
-    losses, own = trained(*both(beta=beta, temperature=2.0), **WAYS[way])
-    assert losses == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+        losses.append(divergence.item())
+    return losses, model
+
+
+def assert_trained_alike(found: tuple[list[float], dict[str, torch.Tensor]], wanted: tuple[list[float], Any]) -> None:
+    (losses, own), (plain_losses, model) = found, wanted
+    assert losses == pytest.approx(plain_losses, abs=1e-6, rel=1e-6)
     for name, parameter in model.named_parameters():
         assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_loss_and_weights_are_trls(beta: float, way: str) -> None:
+    """Break: swap teacher and model in `divergence`; let `model.train()` reach the teacher's dropout; count padding."""
+    wanted = train_by_trl(lambda own, others: (own, others), beta=beta, temperature=2.0)
+    assert_trained_alike(trained(*both(beta=beta, temperature=2.0), **WAYS[way]), wanted)
 
 
 TOP_K = 5
@@ -160,33 +173,20 @@ def test_the_first_tokens_and_all_others_are_trls(beta: float, way: str) -> None
     """TRL's divergence over the most probable tokens of the teacher and a tail bucket. Break: leave out the other
     tokens; take the most probable tokens of the model; store the classes of the next token.
     """
-    needs("trl")
-    from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
-    model, frozen, batch = twin(student()), twin(teacher()).eval(), rows()
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.5), []
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    for _ in range(2):
-        with torch.no_grad():
-            of_teacher = (frozen(**inputs).logits[:, :-1] / 2.0).log_softmax(-1)
+    def prepare(own: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits of classes: their log-probabilities."""
+        of_teacher = (others / 2.0).log_softmax(-1)
         ids = of_teacher.topk(TOP_K).indices
-        own = (model(**inputs).logits[:, :-1] / 2.0).log_softmax(-1)
-        # Logits of classes: their log-probabilities.
-        divergence = GKDTrainer.generalized_jsd_loss(
-            of_classes(own, ids), of_classes(of_teacher, ids), batch["labels"][:, 1:], beta=beta
-        )
-        optimizer.zero_grad()
-        divergence.backward()
-        optimizer.step()
-        wanted.append(divergence.item())
+        return of_classes((own / 2.0).log_softmax(-1), ids), of_classes(of_teacher, ids)
+
+    wanted = train_by_trl(prepare, beta=beta)
     kept = StoredDistillation(record_type(TOP_K, VOCABULARY), beta, temperature=2.0)
-    for losses, own in (
+    for found in (
         trained(*both(beta=beta, temperature=2.0, top_k=TOP_K), **WAYS[way]),
         trained(student().train(), kept, batch=stored(), **WAYS[way]),
     ):
-        assert losses == pytest.approx(wanted, abs=1e-6, rel=1e-6)
-        for name, parameter in model.named_parameters():
-            assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
+        assert_trained_alike(found, wanted)
 
 
 def test_the_others_are_never_a_difference_from_one() -> None:

@@ -27,7 +27,7 @@ from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
 from tests.matrix import quick
-from tests.training.conftest import HOST, SHAPES, lines_of
+from tests.training.conftest import HOST, SHAPES, interrupted_measurement, lines_of
 from tests.training.test_resume import make_folder
 
 WORDS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
@@ -350,18 +350,8 @@ def test_a_reference_with_other_tokens_is_refused(run: Any, pairs: str, tmp_path
 
 def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last batch is measured again."""
-    evaluate, left = Engine.evaluate, [3]
-
-    def failing(self: Engine, *args: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return evaluate(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "evaluate", failing)
-        with pytest.raises(KeyboardInterrupt):
-            run("first", **asked(pairs))
+    with interrupted_measurement(monkeypatch, 3):
+        run("first", **asked(pairs))
     _, lines, said = run("second", **asked(pairs))
     assert "of 48 answers, of which 12 are already computed" in said
     assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-6)

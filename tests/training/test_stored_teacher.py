@@ -19,14 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.app.config.config import Config
 from offload.app.stored_model import TEACHER_VALUES
-from offload.engine.engine import Engine
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.distill.stored import TeacherClasses
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.prefs import reference
 from tests.run_folder import SHAPE
-from tests.training.conftest import HOST, lines_of
+from tests.training.conftest import HOST, interrupted_measurement, lines_of
 from tests.training.test_adapters import train_over_ranks
 from tests.training.test_distill import other_tokens
 from tests.training.test_resume import make_folder
@@ -228,18 +227,8 @@ def test_a_measurement_that_was_killed_is_finished(
     (whole,) = cache.glob("*.bin")
     values = whole.read_bytes()
     shutil.rmtree(cache)
-    evaluate, left = Engine.evaluate, [3]
-
-    def failing(self: Engine, *args: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return evaluate(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "evaluate", failing)
-        with pytest.raises(KeyboardInterrupt):
-            run("first", **asked(folder))
+    with interrupted_measurement(monkeypatch, 3):
+        run("first", **asked(folder))
     (part,) = cache.glob("*.part")
     assert not list(cache.glob("*.bin"))
     size = part.stat().st_size

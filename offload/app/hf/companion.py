@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -44,6 +44,14 @@ def check_companion(config: Config, key: str, architecture: PreTrainedConfig, nu
         reason = f"which has positions for {most:,} tokens, but data.sequence_length is {length:,}"
     if reason:
         raise ConfigError(f"{key} is {config.get(key)}, {reason}. Set --{key} to another model.")
+
+
+def build_checked(config: Config, key: str, build: Callable[[ModelSection], BuiltModel], num_tokens: int) -> BuiltModel:
+    """Return the model that the setting `key` names, after `check_companion`."""
+    with companion_at(config, key) as section:
+        built = build(section)
+    check_companion(config, key, built.model.config, num_tokens)
+    return built
 
 
 def beside(built: BuiltModel, name: str, companion: BuiltModel) -> BuiltModel:

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection, OptimizerSection, RunSection
-from offload.app.hf.companion import check_companion, companion_at
+from offload.app.hf.companion import build_checked, check_companion, companion_at
 from offload.app.hf.models import BuiltModel, load_model_config, locate, rope_limit
 from offload.app.stored_model import MEASURED_ROWS, TEACHER_MARK, TEACHER_VALUES
 from offload.app.training.isolation import isolate
@@ -78,10 +78,7 @@ class FromTeacher(Objective):
     def measured_first(cls, config: Config, build: BuildModel, num_tokens: int) -> Mapping[str, BuiltModel]:
         if not _is_stored(config):
             return {}
-        with companion_at(config, KEY) as section:
-            built = build(section)
-        check_companion(config, KEY, built.model.config, num_tokens)
-        return {KEY: built}
+        return {KEY: build_checked(config, KEY, build, num_tokens)}
 
     @classmethod
     def plan_notes(cls, config: Config, num_tokens: int) -> Iterator[str]:

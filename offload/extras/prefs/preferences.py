@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.hf.companion import check_companion, companion_at
+from offload.app.hf.companion import build_checked, check_companion, companion_at
 from offload.app.hf.models import BuiltModel, load_model_config, locate
 from offload.app.stored_model import REFERENCE_MARK
 from offload.app.training.objectives import Batch, BuildModel, Objective, OpenFrozen, Say
@@ -85,10 +85,7 @@ class Preferences(Objective):
     def measured_first(cls, config: Config, build: BuildModel, num_tokens: int) -> Mapping[str, BuiltModel]:
         if config.prefs.reference is None or config.prefs.way == "beside":
             return {}
-        with companion_at(config, KEY) as section:
-            built = build(section)
-        check_companion(config, KEY, built.model.config, num_tokens)
-        return {KEY: built}
+        return {KEY: build_checked(config, KEY, build, num_tokens)}
 
     def measure_others(
         self, config: Config, open_frozen: OpenFrozen, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
