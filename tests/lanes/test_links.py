@@ -191,10 +191,12 @@ OTHERS = ("h2d", "d2h", "fetch_read", "activation_read", "activation_write")
 
 
 def test_what_was_settled_is_kept_on_every_lane_of_updates(open_threads):
-    lanes, gate, ran = open_threads(), Gate(), []
+    lanes, gate, ran, settled = open_threads(), Gate(), [], []
     for name in (*UPDATES, *OTHERS):
         getattr(lanes, name).submit(gate)
-        getattr(lanes, name).submit(lambda name=name: ran.append(f"{name} before"))
+        before = getattr(lanes, name).submit(lambda name=name: ran.append(f"{name} before"))
+        if name in UPDATES:
+            settled.append(before)
     lanes.close_step()
     tickets = [getattr(lanes, name).submit(lambda: ran.append("after")) for name in (*UPDATES, *OTHERS)]
     thread, _ = start(lanes.give_up)
@@ -204,6 +206,7 @@ def test_what_was_settled_is_kept_on_every_lane_of_updates(open_threads):
     assert not thread.is_alive()
     assert eventually(lambda: all(isinstance(ticket.error, CancelledError) for ticket in tickets))
     within(lanes.drain_updates)
+    within(lambda: lanes.wait(settled))  # draining does not wait for reads
     assert sorted(name for name in ran if name.split()[0] in UPDATES) == sorted(f"{name} before" for name in UPDATES)
     assert "after" not in ran
     assert lanes.failure is None
