@@ -136,7 +136,8 @@ def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, mic
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.cpu()
         distance = (parameter.detach().cpu() - gradient - own[name]).norm()  # the learning rate is 1
-        assert distance <= 1e-6 * max(1.0, gradient.norm()), name
+        # fp32 sums over all tokens, in another order on each kind of processor.
+        assert distance <= 1e-5 * max(1.0, gradient.norm()), name
 
 
 def test_tiers_and_micro_batches_have_equal_bits(tmp_path: Path) -> None:
