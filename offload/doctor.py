@@ -10,6 +10,7 @@ from offload.app.config.command_line import run_command
 from offload.app.environment import describe_cores
 from offload.errors import format_bytes
 from offload.lanes.timeline import DISK_LANES
+from offload.system import whole_cores
 
 DESCRIPTION = (
     "Tell what this machine has: versions, kernels, the I/O engine, and what the directories for the nvme tier can do. "
@@ -96,11 +97,14 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = [
         f"{format_bytes(memory[f'{key}_bytes'])} {key}" for key in ("total", "available") if f"{key}_bytes" in memory
     ]
+    cores = f"{cpu.get('name') or cpu['machine']}, {describe_cores(cpu)}"
+    if quota := cpu.get("quota"):
+        cores += f"\nat most {whole_cores(quota['cores'])} threads in the kernels, in torch, and in its compiler"
     gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {gpu['runtime']}" for gpu in about["gpus"]]
     return [
         ("versions", ", ".join(versions)),
         ("system", about["platform"]),
-        ("cpu", f"{cpu.get('name') or cpu['machine']}, {describe_cores(cpu)}"),
+        ("cpu", cores),
         ("memory", ", ".join(sizes)),
         ("gpu", "\n".join(gpus) or "none: the device is a part of the memory of the CPU"),
     ]

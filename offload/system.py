@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path("/")
 """Tests replace it with a tree of their own."""
 _QUOTA_FILES = {"cgroup": ("cpu.cfs_quota_us", "cpu.cfs_period_us"), "cgroup2": ("cpu.max",)}
 """Files with the quota and the period in microseconds, by cgroup version."""
+
+
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Environment variable of torch: processes of the compiler."""
+_MOST_COMPILE_THREADS = 32
+"""Processes of torch's compiler on a machine with many cores."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,25 @@ def threads_within_quota(num_threads: int, num_sharing: int = 1) -> int:
     quota = cpu_quota()
     if quota is None:
         return num_threads
-    return min(num_threads, max(1, int(quota.cores / num_sharing)))
+    return min(num_threads, whole_cores(quota.cores / num_sharing))
+
+
+def whole_cores(cores: float) -> int:
+    """Return how many threads may run all the time on a part of the cores."""
+    return max(1, int(cores))
+
+
+def bound_compile_threads(num_threads: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's compiler start at most `num_threads` processes, unless the user has set a number.
+
+    By default torch starts one for each core, at most 32, when the compiler is imported, and knows no quota.
+    """
+    if _COMPILE_THREADS in environ:
+        return
+    environ[_COMPILE_THREADS] = str(min(num_threads, _MOST_COMPILE_THREADS))
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None and config.compile_threads is not None:  # imported before, so it has read the variable
+        config.compile_threads = min(config.compile_threads, num_threads)
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:

@@ -195,8 +195,9 @@ class CoreShare:
 def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     """Limit this process to a share of the cores and of the CPU quota. No effect with one rank and no quota.
 
-    Sets thread counts for kernels and torch; with several ranks and NUMA nodes, also the core affinity. Torch threads
-    are only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
+    Sets thread counts for kernels, torch and its compiler; with several ranks and NUMA nodes, also the core affinity.
+    Torch threads are only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the
+    user.
 
     gpus: GPU PCI address for each local rank, or None.
     """
@@ -206,6 +207,8 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     if len(gpus) > 1:
         num_threads = _take_share(local_rank, gpus)
     num_threads = system.threads_within_quota(num_threads, len(gpus))
+    if num_threads < len(usable_cores()):  # torch's compiler starts a process for each of these
+        system.bound_compile_threads(num_threads)
     if num_threads < torch.get_num_threads():
         torch.set_num_threads(num_threads)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 
 from offload import SGD, Engine
@@ -16,7 +19,10 @@ from offload.engine.gradients import policies
 from offload.engine.units import masked_attention
 from offload.engine.units.stages import OriginalForward, Stage
 from offload.errors import NonFiniteError
+from offload.extras.large import compiled_forwards
 from tests.cases.models import build, llama, tokens
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 
 FAULT = "torch 2.13.0 on NVIDIA H200"
 
@@ -78,6 +84,100 @@ def test_calls_with_a_mask_leave_cudnn_out(recompute: str, monkeypatch: pytest.M
                 run(each)
                 assert set(calls) == {(is_masked, not is_masked)}
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+class Windowed(Block):
+    """Attention to all tokens; in rows above 20 tokens, longer than those of a recording, also to the last few.
+
+    The mask of the window is an argument by keyword or by position, or a bias of `multi_head_attention_forward`.
+    """
+
+    kind = "keyword"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q = self.norm(h).unsqueeze(1)
+        mixed = attend(q, q, q)
+        if h.shape[1] > 20:
+            window = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril().triu(-4)
+            if self.kind == "heads":
+                masked = self.heads(q[:, 0], q[:, 0], q[:, 0], attn_mask=~window)[0].unsqueeze(1)
+            else:
+                masked = attend(q, q, q, attn_mask=window) if self.kind == "keyword" else attend(q, q, q, window)
+            mixed = mixed + masked
+        return super().forward(h + mixed.squeeze(1))
+
+
+class Calls(TorchFunctionMode):
+    """Notes calls of attention: with a mask or without, with cuDNN or without."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bool, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (attend, nn.functional.multi_head_attention_forward):
+            is_masked = kwargs.get("attn_mask") is not None or (func is attend and len(args) > 3)
+            self.found.append((is_masked, torch.backends.cuda.cudnn_sdp_enabled()))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("keyword", "always"), ("position", "never"), ("heads", "always")])
+@pytest.mark.usefixtures("faulty")
+def test_a_mask_made_inside_a_unit_leaves_cudnn_out(kind: str, recompute: str) -> None:
+    """Also in its first use, later than the recording, and in the recomputation. Other calls keep cuDNN.
+
+    Breaks: masks among arguments alone; a unit watched in its recording alone, or in the first use alone.
+    """
+    model = build(partial(Stack, Windowed))
+    for block in model.blocks:
+        block.kind = kind
+    with Engine(model, SGD(lr=0.1), precision="fp32", recompute=recompute) as engine:
+        for length, wanted in ((8, {(False, True)}), (24, {(False, True), (True, False)})):
+            for _ in range(3):
+                with Calls() as calls:
+                    engine.step(words(length=length), loss_fn=cross_entropy)
+                assert set(calls.found) == wanted
+        watched = [each.unit.name for each in watched_uses(engine, words(length=8))]
+        assert watched == ["blocks.0", "blocks.1", "blocks.2"], "the embedding makes no mask"
+
+
+def watched_uses(engine: Engine, batch: dict[str, Tensor]) -> list[masked_attention.Watched]:
+    """Return the watched forwards of an evaluation."""
+    stage = parts_of(engine).stages
+    found: list[masked_attention.Watched] = []
+    original = stage.forward_of
+
+    def forward_of(unit: Any, use: Any) -> Any:
+        forward = original(unit, use)
+        if isinstance(forward, masked_attention.Watched):
+            found.append(forward)
+        return forward
+
+    stage.forward_of = forward_of
+    engine.evaluate(batch, loss_fn=cross_entropy)
+    return found
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.usefixtures("faulty")
+def test_a_block_with_a_mask_is_compiled_without_cudnn(is_masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler chooses the kernels. Break: compile outside `masks_left_out`."""
+    found: set[bool] = set()
+
+    def compiled(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        found.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_forwards, "BACKEND", compiled)
+    with Engine(build(partial(Stack, Windowed)), SGD(lr=0.1), precision="fp32", compile="always") as engine:
+        engine.step(words(length=24 if is_masked else 8), loss_fn=cross_entropy)
+        assert engine.compiled_classes
+    assert found == {not is_masked}
 
 
 class Again(Stage):

@@ -229,7 +229,7 @@ def test_a_quota_of_cpu_time_is_noted(tmp_path: Path, measured: list[str], monke
     (note,) = probe("cpu", cache_dir=tmp_path).notes
     is_bounded = torch.get_num_threads() == 1
     torch.set_num_threads(before)
-    assert ", a quota of 1.5 (/sys/fs/cgroup/pod/box/cpu.max): torch and the kernels use no more threads." in note
+    assert ", a quota of 1.5 (/sys/fs/cgroup/pod/box/cpu.max): torch, its compiler and the kernels use no more" in note
     assert is_bounded, "measured as in a run"
     assert measured == ["machine"] * 2, "other rates"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from offload import system
 from offload.app.environment import describe_cores, describe_environment
@@ -18,6 +20,7 @@ from offload.native import kernels
 from offload.system import Quota, cpu_quota, threads_within_quota
 from tests.machine.groups import entering, real_group, write
 
+COMPILER = "TORCHINDUCTOR_COMPILE_THREADS"
 UNIFIED = "31 23 0:28 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 
 
@@ -91,7 +94,7 @@ def restored() -> Any:
 @pytest.mark.usefixtures("restored")
 @pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built: there is no pool")
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_pool_and_torch_have_the_threads_of_the_quota(
+def test_the_pool_torch_and_its_compiler_have_the_threads_of_the_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     monkeypatch.setattr(kernels._core, "physical_cores", lambda: 48)
@@ -101,11 +104,22 @@ def test_the_pool_and_torch_have_the_threads_of_the_quota(
     kernels.set_threads(None)
     assert kernels.num_threads() == kernels.describe()["threads"] == 4
     torch.set_num_threads(6)
-    limits.use_share_of_cores(0, [None] * num_ranks)
-    assert torch.get_num_threads() == kernels.num_threads() == 4 // num_ranks
+    monkeypatch.setenv(COMPILER, "")  # put back afterwards
+    monkeypatch.delenv(COMPILER)
+    with torch._inductor.config.patch(compile_threads=32):
+        limits.use_share_of_cores(0, [None] * num_ranks)
+        assert torch.get_num_threads() == kernels.num_threads() == 4 // num_ranks
+        assert int(os.environ[COMPILER]) == torch._inductor.config.compile_threads == 4 // num_ranks
     torch.set_num_threads(1)
     limits.use_share_of_cores(0, [None] * num_ranks)
     assert torch.get_num_threads() == 1, "never more than the user has set"
+    monkeypatch.setenv(COMPILER, "9")
+    limits.use_share_of_cores(0, [None] * num_ranks)
+    assert os.environ[COMPILER] == "9", "the user's"
+    monkeypatch.delenv(COMPILER)
+    monkeypatch.setattr(system, "ROOT", second_version(tmp_path / "free"))
+    limits.use_share_of_cores(0, [None])
+    assert COMPILER not in os.environ, "without a quota"
 
 
 def test_the_environment_has_quota_and_visible_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

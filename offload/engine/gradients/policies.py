@@ -259,7 +259,7 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
     advice = f"Lower --optimizer.lr or check the data of this step; {SKIPS}"
     if fault := masked_attention_fault(updates.store.device.torch_device):
         advice = (
-            f"If the model makes attention masks inside its layers, cuDNN may be the cause ({fault}): call "
+            f"If the model uses attention masks outside its layers, cuDNN may be the cause ({fault}): call "
             f"torch.backends.cuda.enable_cudnn_sdp(False) first. Otherwise: {advice}"
         )
     advice = updates.store.values.explain_nonfinite(advice)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
+from offload.engine.units.masked_attention import masks_left_out
 from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
@@ -234,7 +235,7 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
     if BACKEND == "inductor":
         options["config_patches"] = {"fallback_random": True}  # Draws the same random numbers in the same order.
     share = 1.0 if _is_random(graph, inputs) else _GRAPH_SHARE
-    with config.patch(activation_memory_budget=share):
+    with config.patch(activation_memory_budget=share), masks_left_out(graph, inputs):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 

@@ -344,7 +344,8 @@ def probe(
     disk_bytes = sum(disks.values()) if places else None
     notes: tuple[str, ...] = ()
     if "quota" in key["cpu"]:
-        notes = (f"this process has {describe_cores(key['cpu'])}: torch and the kernels use no more threads.",)
+        users = "torch, its compiler and the kernels"
+        notes = (f"this process has {describe_cores(key['cpu'])}: {users} use no more threads.",)
     return Hardware(
         name=properties.get("name") or properties["machine"],
         device=device_of(accelerator).type,
