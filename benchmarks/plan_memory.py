@@ -72,7 +72,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4},
 }
 _KINDS = {"bert": "masked", "t5": "seq2seq"}
-_PLACED = ("parameters", "optimizer", "activations", "graphs", "device_memory", "host_memory")
+_PLACED = ("parameters", "optimizer", "activations", "graphs", "graphs_memory", "device_memory", "host_memory")
 _CHOSEN = (
     *("precision", "micro_batch_size", "recompute", "max_grad_norm"),
     *("zero_stage", "head_chunk_bytes", "sequence_tile"),
@@ -91,6 +91,7 @@ class Case:
     optimizer: str = "cpu"
     activations: str = "device"
     graphs: str = "device"
+    graphs_memory: str | None = None
     device_memory: str | None = None
     host_memory: str | None = "64GiB"
     micro_batch_size: int | None = None

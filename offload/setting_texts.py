@@ -33,8 +33,9 @@ ENGINE_TEXTS = {
     "train.recompute": (
         "Activation recomputation in backward. always: units save only their inputs. never: units save their whole "
         "graphs, except units with changed inputs or buffers, or with weight copies in the graph. products: blocks "
-        "also keep the outputs of matrix products and attention on the device, and recompute all else. auto: whole "
-        "graphs as far as the device budget allows."
+        "also keep outputs of matrix products and attention, as far as the device budget and offload.graphs allow, "
+        "first those with most arithmetic for a byte, and recompute all else. auto: whole graphs as far as the device "
+        "budget allows."
     ),
     "train.compile": (
         "Use of torch.compile for blocks: one compilation for all equal blocks. A block unsuited to compilation, or "
@@ -132,7 +133,8 @@ PLACEMENT_TEXTS = {
     ),
     "offload.activations": ("Tier for unit inputs saved for backward."),
     "offload.graphs": (
-        "Tier for saved autograd graphs beyond the device memory, as an alternative to recomputation: on the device as "
+        "Tier for saved autograd graphs (outputs of products, with recompute products) beyond the device memory, as an "
+        "alternative to recomputation: on the device as "
         "many units as train.recompute allows, on the cpu or nvme as many as fit there. auto: cpu if "
         "the forecast for a GPU step is faster with saved graphs, else the device only."
     ),
@@ -146,8 +148,8 @@ PLACEMENT_TEXTS = {
         "offload.optimizer is auto and not all states fit. none: the device budget minus all weights."
     ),
     "offload.graphs_memory": (
-        "Memory limit for saved graphs in the offload.graphs tier, per machine, same forms as host_memory; the "
-        "other units recompute. none: as much as fits."
+        "Memory limit for what waits in the offload.graphs tier, per machine, same forms as host_memory; the rest is "
+        "recomputed. none: as much as fits."
     ),
     "offload.device_memory": (
         'Device memory budget per rank: "6GiB" or "6G", "512MiB", a number of bytes. It also limits the torch '

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_ATTENTION_SHARE = 0.63
+ATTENTION_SHARE = 0.63
 """Attention rate relative to matrix products, for machines without a measured rate.
 
 Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 480 of 758 TFLOP/s.
@@ -84,7 +84,7 @@ class Rates:
         """Return the rate of fused attention in FLOP/s."""
         measured = (self.attention_flops_per_s or {}).get(precision)
         if measured is None:
-            return _ATTENTION_SHARE * self.flops(precision)
+            return ATTENTION_SHARE * self.flops(precision)
         return measured
 
     @property

@@ -428,6 +428,11 @@ CASES: dict[str, Case] = {
         partial(t5, dropout_rate=0.0), shifts=False, reference=sums_by_layer, bits={"t5-nvme": at(NVME, make=t5)}
     ),
     "kept products": Case(qwen3_moe, {"recompute": "products"}),
+    "some kept products": Case(
+        settings={"recompute": "products"},
+        placement={"device_memory": "760KiB", "graphs": "cpu", "graphs_memory": "256KiB"},
+        batch=partial(tokens, length=160),
+    ),
     "own blocks and loss": Case(Stack, **HANDMADE),
     "streamed experts": Case(
         EAGER["qwen3_moe"],

@@ -30,6 +30,7 @@ def policy(mode: str, *, is_measured: bool = True, fits: bool = False, offloads:
         choice=choice,
         on_device={KEY} if fits else set(),
         is_measured=lambda _: is_measured,
+        keeps_products=lambda _: fits,
         offloads=lambda _: choice.leaves(offloads),
     )
 

@@ -216,7 +216,7 @@ def _give_products(dice: random.Random, case: Case) -> None:
     """Keep the outputs of products in some layouts, and multiply in FP8 in half of the cases in bf16."""
     for layout in case.layouts:
         if dice.random() < 0.25 and "sequence_tile" not in case.settings and "compile" not in layout:
-            layout |= {"recompute": "products", "graphs": "device"}
+            layout["recompute"] = "products"
     tiles = case.model.get("tiles", ["tile"])
     is_other = case.model["make"] in ("gpt2", "handmade") or "odd" in case.model
     has_layers = not is_other and ("tile" in tiles or "wide" in tiles)

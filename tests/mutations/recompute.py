@@ -12,10 +12,10 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
-from offload.engine.units import call, keep, masked_attention, snapshots
+from offload.engine.units import call, keep, masked_attention, recompute_policy, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.masked_attention import MaskedAttention
-from offload.engine.units.saved_inputs import KeptOutputs
+from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.extras.adapters import merge
 from offload.extras.large import tiles
 from offload.extras.large.streamed_experts import StreamedExperts
@@ -115,6 +115,28 @@ def kept_products_in_another_order(patch: pytest.MonkeyPatch) -> None:
         return replayed(self, outputs)
 
     patch.setattr(KeptOutputs, "replayed", swapped)
+
+
+@mutation("tests/engine/test_kept_products.py::test_no_other_choice_spares_more_by_a_whole_item")
+def products_with_least_work_kept_first(patch: pytest.MonkeyPatch) -> None:
+    by_worth = recompute_policy._by_worth
+    patch.setattr(recompute_policy, "_by_worth", lambda *parts: by_worth(*parts)[::-1])
+
+
+@mutation("tests/contracts/test_contracts.py")
+def outputs_below_released_with_the_forward(patch: pytest.MonkeyPatch) -> None:
+    """The host memory for an output of a product is free again before the recomputation has read the output."""
+    put_below = SavedInputs.put_below
+
+    def freed(self: SavedInputs, *parts: Any) -> list[torch.Tensor]:
+        moved = put_below(self, *parts)
+        for pool in self._pools:
+            for buffer in (pool.buffers_in_use.get(t.untyped_storage().data_ptr()) for t in moved):
+                if buffer is not None and buffer not in pool._free:
+                    pool._free.insert(0, buffer)
+        return moved
+
+    patch.setattr(SavedInputs, "put_below", freed)
 
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")

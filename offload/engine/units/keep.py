@@ -1,4 +1,4 @@
-"""How a use of a unit is kept between forward and backward: by its inputs, by outputs of products, or by its graph.
+"""How a use of a unit is kept between forward and backward: by its inputs, by product outputs, or by its graph.
 
 `keep_for` chooses a class for each use. The inputs are the base: the backward runs the forward again, and so it does
 where a graph proves too large.
@@ -6,7 +6,7 @@ where a graph proves too large.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -31,7 +31,7 @@ from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.state_snapshot import ContainerSnapshot
 from offload.engine.units.traits import GradientTensors, GraphTraits, Rows, Span
 from offload.engine.units.unit import Unit
-from offload.engine.units.use import Forward, Use
+from offload.engine.units.use import Forward, Product, Use
 from offload.errors import ConfigError
 
 _version = attrgetter("_version")
@@ -61,8 +61,7 @@ class MicroBatch:
 class Inputs:
     """Keeps the inputs. The backward runs the forward again with a graph, from saved random and module state."""
 
-    records_products = False
-    """True if outputs of products are recorded in the forward."""
+    _keep_products: Callable[[Sequence[Product]], None] | None = None
     _may_recompute = True
 
     def __init__(
@@ -133,7 +132,7 @@ class Inputs:
 
     def _begin_micro_batch(self, span: Span | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
         runner = self._runner
-        use = Use(runner, self._arguments, inputs, others, self._needs, self.records_products)
+        use = Use(runner, self._arguments, inputs, others, self._needs, self._keep_products)
         forward = runner.stages.forward_of(self.unit, use)
         micro_batch = MicroBatch(span, runner.snapshot(self.unit, self._may_recompute), forward)
         self._micro_batches.append(micro_batch)
@@ -308,33 +307,40 @@ class InputsAndTensors(Inputs):
 
 
 class Products(Inputs):
-    """Keeps the inputs, and outputs of products as far as they fit on the device. The recomputation reuses these."""
+    """Keeps the inputs, and chosen product outputs, on the device or below. The recomputation reuses these."""
 
-    records_products = True
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().begin(tensors)
+        if self._saved.inputs_stay:  # outputs may leave
+            self._saved.add_use(self)
 
     def _compute(self, micro_batch: MicroBatch, use: Use) -> Arguments:
         with saved_tensors_dropped():
             return run_with_graph(self.unit, use, micro_batch.forward)[1]
 
     def _keep_outputs(self, outputs: list[torch.Tensor]) -> None:
-        # Each storage counts once: outputs may be views of one tensor.
-        address = self._saved.device.address
-        storages = {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
-        if not self._has_room(sum(storages.values())):
-            outputs.clear()
-        self._saved.reserve(outputs, "kept tensors", self.claim)
-        self._policy.update_peaks()
+        """Do nothing: the outputs wait since the end of the forward."""
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return self._policy.has_room(num_bytes)
+    def _keep_products(self, products: Sequence[Product]) -> None:
+        policy = self._policy
+        for number, product in enumerate(products):
+            key = self._key, number
+            if policy.stays(key) and policy.has_room(product.num_bytes):
+                self._saved.reserve(product.outputs, "kept tensors", self.claim)
+            elif policy.offloads(key):
+                product.outputs = self._saved.put_below(product.outputs, self.claim)
+            else:
+                product.outputs = []
+        policy.update_peaks()
 
 
 class MeasuredProducts(Products):
-    """Measures outputs of products, and keeps the inputs alone. For the first step with some shapes."""
+    """Measures product outputs, and keeps the inputs alone. For the first step with some shapes."""
 
-    def _has_room(self, num_bytes: int) -> bool:
-        self._policy.add_outputs(self._key, num_bytes)
-        return False
+    def _keep_products(self, products: Sequence[Product]) -> None:
+        self._policy.add_products(self._key, products)
+        for product in products:
+            product.outputs = []
 
 
 class SavedGraph(Inputs):
@@ -420,12 +426,12 @@ def keep_for(policy: RecomputePolicy, unit: Unit, key: UseKey, graph: GraphTrait
     # What a graph holds must not change before the backward, and copies of weights are as much as the weights.
     if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
         return Inputs
-    if choice.stays(key in policy.on_device):
-        if choice.mode == PRODUCTS:
+    if choice.mode == PRODUCTS:
+        if policy.keeps_products(key):
             return Products
+        return Inputs if policy.is_measured(key) else MeasuredProducts
+    if choice.stays(key in policy.on_device):
         return SavedGraph
-    if choice.mode == PRODUCTS and not policy.is_measured(key):
-        return MeasuredProducts
     if choice.can_offload and policy.offloads(key):
         return OffloadedGraph
     return Inputs

@@ -7,19 +7,25 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, stretch_of
 from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.use import Product
 from offload.tiers.device import Device
 
 _Key = TypeVar("_Key")
 PRODUCTS = "products"
-"""The mode in which outputs of products are kept, not graphs."""
+"""The mode in which product outputs are kept, not graphs."""
 UseKey = tuple[Any, ...]
 """Kind of a use: unit name, and (shape, dtype) of each input tensor. Uses of one kind have graphs of one size."""
+KeptKey = tuple[Any, ...]
+"""What is kept or not: a graph (`UseKey`), or in the mode `products` one product (`UseKey`, call number)."""
+NO_WORKS: Mapping[Any, float] = MappingProxyType({})
 
 
 def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
@@ -54,11 +60,11 @@ class GraphChoice:
 
     @cached_property
     def fills_device(self) -> bool:
-        """True if graphs, or outputs of products, take the device memory that everything else leaves."""
+        """True if graphs, or product outputs, take the device memory that everything else leaves."""
         return self.mode in ("auto", PRODUCTS)
 
     def stays(self, is_selected: bool) -> bool:
-        """True if the graph, or the outputs of products, of a use stay on the device. `is_selected`: by `on_device`."""
+        """True if the graph, or the product outputs, of a use stay on the device. `is_selected`: by `on_device`."""
         if self.fills_device:
             return is_selected or not self.has_budget
         return self.mode == "never" and not self.can_offload
@@ -67,30 +73,50 @@ class GraphChoice:
         """True if a graph that does not stay goes to host or NVMe memory. `is_selected`: by `offloaded`."""
         return self.can_offload and (is_selected or self.mode == "never")
 
-    def on_device(self, sizes: Mapping[_Key, int], room_bytes: int) -> list[_Key]:
-        """Select what stays on the device, of at most `room_bytes`."""
+    def on_device(
+        self, sizes: Mapping[_Key, int], room_bytes: int, works: Mapping[_Key, float] = NO_WORKS
+    ) -> list[_Key]:
+        """Select what stays on the device, in at most `room_bytes`: first what spares most work for a byte.
+
+        `works`: `Product.work` by key; a key without one spares as much as its bytes. The best choice spares less than
+        the first item without room more (the greedy rule for a knapsack).
+        """
         left = room_bytes if self.fills_device else 0
         chosen = []
-        for key, size in sizes.items():
+        for key, size in chain.from_iterable(group.items() for group in _by_worth(sizes, works)):
             if size <= left:
                 chosen.append(key)
                 left -= size
         return chosen
 
-    def offloaded(self, sizes: Mapping[_Key, int], room_bytes: int) -> list[_Key]:
-        """Select what goes to host or NVMe memory, of at most `room_bytes`, spread evenly over the pass: a slow link
-        copies one graph while the units up to the next one compute.
+    def offloaded(
+        self, sizes: Mapping[_Key, int], room_bytes: int, works: Mapping[_Key, float] = NO_WORKS
+    ) -> list[_Key]:
+        """Select what goes to host or NVMe memory, in at most `room_bytes`: first what spares most work for a byte.
+
+        What spares the same is spread evenly over the pass: a slow link copies one graph while the units up to the next
+        one compute.
         """
-        total = sum(sizes.values())
-        passed = used = 0
         chosen = []
-        for key, size in sizes.items():
-            passed += size
-            # The chosen share of the bytes so far is at most the share of all bytes that has room.
-            if used + size <= room_bytes and (used + size) * total <= room_bytes * passed:
-                chosen.append(key)
-                used += size
+        for group in _by_worth(sizes, works):
+            total = sum(group.values())
+            passed = used = 0
+            for key, size in group.items():
+                passed += size
+                # The chosen share of the bytes so far is at most the share of all bytes that has room.
+                if used + size <= room_bytes and (used + size) * total <= room_bytes * passed:
+                    chosen.append(key)
+                    used += size
+            room_bytes -= used
         return chosen
+
+
+def _by_worth(sizes: Mapping[_Key, int], works: Mapping[_Key, float]) -> list[Mapping[_Key, int]]:
+    """Return the sizes in groups with the same work for a byte, the largest first. A group has the order of `sizes`."""
+    groups: dict[float, dict[_Key, int]] = {}
+    for key, size in sizes.items():
+        groups.setdefault(works.get(key, size) / max(size, 1), {})[key] = size
+    return [groups[worth] for worth in sorted(groups, reverse=True)]
 
 
 class RecomputePolicy:
@@ -99,7 +125,8 @@ class RecomputePolicy:
     Modes: `always` recompute, `never`, or `auto`: save as many graphs as the device budget allows. With graph offload,
     further graphs go to host or NVMe memory as far as space permits.
 
-    `products`: instead of graphs, blocks keep the outputs of matrix products for the recomputation, by the same rule.
+    `products`: instead of graphs, blocks keep the outputs of matrix products for the recomputation, by the same rule,
+    each product for itself: first those that spare most work for a byte.
 
     In every mode a unit saves a graph with only inputs and weights (embedding, linear head), and recomputes if the
     forward changes inputs or buffers in place or the graph holds weight copies. In `auto`, the first step
@@ -128,15 +155,17 @@ class RecomputePolicy:
         self._choice_without_recomputation = replace(self._choice_of_setting, mode="never")
 
         # What was measured, and what was chosen from it.
-        self._sizes: dict[UseKey, int] = {}  # bytes of graphs, or of outputs of products, on the device
-        self._whole_sizes: dict[UseKey, int] = {}  # bytes of graphs with the unit inputs, which leave the device too
-        self.on_device: set[UseKey] = set()
-        """Kinds of uses with a graph, or outputs of products, chosen to stay on the device."""
-        self._offloaded: set[UseKey] = set()
+        self._sizes: dict[KeptKey, int] = {}  # bytes of graphs, or of product outputs, on the device
+        self._whole_sizes: dict[KeptKey, int] = {}  # bytes of graphs with the unit inputs, which leave the device too
+        self._works: dict[KeptKey, float] = {}
+        self._num_products: dict[UseKey, int] = {}
+        self.on_device: set[KeptKey] = set()
+        """Graphs, or product outputs, chosen to stay on the device."""
+        self._offloaded: set[KeptKey] = set()
 
         # Of this step.
-        self._used_keys: set[UseKey] = set()  # with a question about offload
-        self._new: list[UseKey] = []  # measured, in backward order
+        self._used_keys: set[KeptKey] = set()  # with a question about offload
+        self._new: list[KeptKey] = []  # measured, in backward order
         self._step_peak_bytes = 0  # of kept tensors
         self._device_peak_bytes = 0
 
@@ -149,11 +178,20 @@ class RecomputePolicy:
         return self.choice.mode
 
     def is_measured(self, key: UseKey) -> bool:
-        """True if the size is known."""
-        return key in self._sizes
+        """True if the sizes are known."""
+        return key in self._sizes or key in self._num_products
 
-    def offloads(self, key: UseKey) -> bool:
-        """True if this use, now in this step, offloads its graph."""
+    def stays(self, key: KeptKey) -> bool:
+        """True if this graph, or these outputs, stay on the device."""
+        return self.choice.stays(key in self.on_device)
+
+    def keeps_products(self, key: UseKey) -> bool:
+        """True if this use keeps any outputs."""
+        keys = [(key, number) for number in range(self._num_products.get(key, 0))]
+        return not self.choice.has_budget or any(self.stays(each) or each in self._offloaded for each in keys)
+
+    def offloads(self, key: KeptKey) -> bool:
+        """True if this graph, or these outputs, now in this step, leave the device."""
         self._used_keys.add(key)
         return self.choice.leaves(key in self._offloaded)
 
@@ -169,11 +207,15 @@ class RecomputePolicy:
         budget = self._ledger.budget_bytes
         return budget is None or self._graph_bytes + num_bytes <= budget - self._others_peak_bytes
 
-    def add_outputs(self, key: UseKey, num_bytes: int) -> None:
-        """Add the size of the products of one micro-batch."""
-        if key not in self._new:
-            self._new.insert(0, key)  # measured in the forward, but chosen in backward order
-        self._sizes[key] = self._sizes.get(key, 0) + num_bytes
+    def add_products(self, use: UseKey, products: Sequence[Product]) -> None:
+        """Add the products of one micro-batch."""
+        self._num_products[use] = max(len(products), self._num_products.get(use, 0))
+        for number, product in enumerate(products):
+            key = use, number
+            if key not in self._new:
+                self._new.insert(0, key)  # measured in the forward, but chosen in backward order
+            self._sizes[key] = self._whole_sizes[key] = self._sizes.get(key, 0) + product.num_bytes
+            self._works[key] = self._works.get(key, 0.0) + product.work
 
     def update_peaks(self) -> None:
         """Update peaks after an allocation: graphs, and everything else."""
@@ -187,7 +229,7 @@ class RecomputePolicy:
         """Measure the graph size in the recomputation of one of `num_parts` micro-batches, unless known or unused."""
         mode = self.mode
         may_keep = self.graph_offload is not None or (mode == "auto" and self._ledger.budget_bytes is not None)
-        if not may_keep or mode == "never" or key in self._sizes:
+        if not may_keep or mode in ("never", PRODUCTS) or key in self._sizes:
             yield
             return
         self._update_other_peak(self._graph_bytes)  # without this graph
@@ -233,14 +275,15 @@ class RecomputePolicy:
         room = 0  # without a budget all graphs stay, chosen or not
         if budget is not None:
             room = budget - self._others_peak_bytes - self._step_peak_bytes
-        self.on_device.update(self.choice.on_device({key: self._sizes[key] for key in self._new}, room))
+        self.on_device.update(self.choice.on_device({key: self._sizes[key] for key in self._new}, room, self._works))
         others = [key for key in self._new if key not in self.on_device]
         if self.graph_offload is not None and others:
             # All buffers are free by now. Graphs for different shapes never wait at the same time.
             room = self.graph_offload.room_bytes - sum(
                 self._whole_sizes[key] for key in self._offloaded & self._used_keys
             )
-            self._offloaded.update(self.choice.offloaded({key: self._whole_sizes[key] for key in others}, room))
+            sizes = {key: self._whole_sizes[key] for key in others}
+            self._offloaded.update(self.choice.offloaded(sizes, room, self._works))
         self._new.clear()
         return self._device_peak_bytes
 

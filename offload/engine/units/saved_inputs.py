@@ -148,9 +148,16 @@ class SavedInputs:
 
     def start_copies(self, tensors: Sequence[torch.Tensor]) -> list[DeviceCopy]:
         """Start copying saved inputs to the device."""
-        if self._offload is None:
-            return [DeviceCopy(tensor) for tensor in tensors]
-        return [self._offload.get(tensor) for tensor in tensors]
+        return [self._start_copy(tensor) for tensor in tensors]
+
+    def _start_copy(self, tensor: torch.Tensor) -> DeviceCopy:
+        pool = self._pool_of(tensor)
+        return DeviceCopy(tensor) if pool is None else pool.get(tensor)
+
+    def _pool_of(self, tensor: torch.Tensor) -> ActivationOffload | None:
+        """Return the pool with a stand-in; None: a tensor on the device."""
+        key = self.device.address(tensor.untyped_storage())
+        return next((pool for pool in self._pools if key in pool.buffers_in_use), None)
 
     def wait(self, copies: list[DeviceCopy]) -> list[torch.Tensor]:
         """Let compute wait for the copies; return the tensors in their original layout."""
@@ -162,6 +169,17 @@ class SavedInputs:
             if layout is not None and layout != TensorLayout.of(tensor):
                 copies[number] = DeviceCopy(layout.copy(tensor))
         return [copy.tensor for copy in copies]
+
+    def put_below(self, tensors: Sequence[torch.Tensor], claim: Claim) -> list[torch.Tensor]:
+        """Move tensors to the tier of graphs; return the stand-ins, or nothing without room."""
+        pool = self.policy.graph_offload
+        if pool is None or not pool.has_room(sum(t.nbytes for t in tensors)):
+            return []
+        moved = []
+        for tensor in tensors:
+            moved.append(pool.put(tensor))
+            self.reserve(moved[-1:], "kept tensors", claim)  # at once: after an error the claim releases it
+        return moved
 
     def add_use(self, call: OffloadedUse) -> None:
         """Register a use waiting for the backward."""
@@ -191,7 +209,7 @@ class SavedInputs:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, num_bytes = self.device.address(storage), storage.nbytes()
-            if self._offload is None or key not in self._offload.buffers_in_use:
+            if self._pool_of(tensor) is None:
                 count, first = self._ledger_entries.get(key, (0, name))
                 if not count:
                     self.device.ledger.reserve(name, num_bytes, _FIXES[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,22 @@ class ForwardRunner(Protocol):
         ...
 
 
+@dataclass
+class Product:
+    """A matrix product or attention in a forward. Its outputs wait for the recomputation, or are computed again."""
+
+    outputs: list[torch.Tensor]
+    """The outputs, or what waits for them; empty: none wait."""
+    work: float
+    """Multiplications that kept outputs spare, each at the rate of bf16 products."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the outputs. Views of one memory count once."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.outputs}
+        return sum(storages.values())
+
+
 class Use(NamedTuple):
     """One micro-batch of a unit use. The unit weights are on the device."""
 
@@ -44,8 +61,8 @@ class Use(NamedTuple):
     """Non-tensor arguments."""
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
-    keeps_products: bool = False
-    """True if outputs of products are recorded for a recomputation."""
+    keep_products: Callable[[Sequence[Product]], None] | None = None
+    """Decides which product outputs wait for the recomputation: it changes `Product.outputs`. None: none wait."""
 
 
 class Forwards(Protocol):

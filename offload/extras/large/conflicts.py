@@ -17,7 +17,6 @@ CONFLICTS = (
             ("train.compile", "always", "and products inside compiled blocks cannot be kept", "never (or auto)"),
             ("train.sequence_tile", other_than("none", "auto"), "and tiles recompute their products", "none"),
             ("offload.experts", "streamed", "and streamed experts keep their own outputs", "whole"),
-            ("offload.graphs", ("cpu", "nvme"), "where whole graphs wait", "device"),
         )
     ),
     *(

@@ -17,9 +17,10 @@ from offload.engine.units.recompute_policy import PRODUCTS
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import Unit
-from offload.engine.units.use import Forward, Use
+from offload.engine.units.use import Forward, Product, Use
 from offload.errors import OffloadError
 from offload.extras.large.document_operation import OPERATION
+from offload.machine.hardware import ATTENTION_SHARE
 from offload.planning.settings import Settings
 
 _NAMES = (
@@ -50,33 +51,36 @@ class _Call(NamedTuple):
     operation: Any
     structure: TreeSpec
     others: Sequence[Any]
+    is_kept: bool = True
 
 
-class _Recorder:
-    """Collects the outputs of products in call order. An output changed in place later is copied before the change."""
+class Recorder:
+    """Collects the product outputs in call order. An output changed in place later is copied before the change."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.outputs: list[torch.Tensor] = []
-        self._places: dict[int, list[int]] = {}
+        self.products: list[Product] = []
+        self._places: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
 
-    def product(self, operation: Any, compute: Callable[[], Any]) -> Any:
-        """Compute a product and keep the outputs."""
+    def product(self, operation: Any, compute: Callable[[], Any], inner: float) -> Any:
+        """Compute a product and keep the outputs. `inner`: multiplications for an element of the first one."""
         result = compute()
         leaves, structure = tree_flatten(result)
+        outputs: list[torch.Tensor] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 # By storage: a write may go through a view.
-                self._places.setdefault(leaf.untyped_storage()._cdata, []).append(len(self.outputs))
-                self.outputs.append(leaf.detach())
+                self._places.setdefault(leaf.untyped_storage()._cdata, []).append((outputs, len(outputs)))
+                outputs.append(leaf.detach())
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.calls.append(_Call(operation, structure, others))
+        self.products.append(Product(outputs, inner * outputs[0].numel()))
         return result
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Copy the outputs in this tensor's memory, because an operation is about to change it."""
-        for place in self._places.pop(tensor.untyped_storage()._cdata, ()):
-            self.outputs[place] = self.outputs[place].clone()
+        for outputs, place in self._places.pop(tensor.untyped_storage()._cdata, ()):
+            outputs[place] = outputs[place].clone()
 
 
 class _Replay:
@@ -87,8 +91,8 @@ class _Replay:
         self._calls = iter(calls)
         self._outputs = outputs
 
-    def product(self, operation: Any, compute: Callable[[], Any]) -> Any:
-        """Return the recorded outputs of this product; compute it if no outputs were kept.
+    def product(self, operation: Any, compute: Callable[[], Any], _inner: float) -> Any:
+        """Return the recorded outputs of this product; compute it if they were not kept.
 
         Raises OffloadError after another product than recorded.
         """
@@ -98,14 +102,14 @@ class _Replay:
                 f"unit {self._unit} made other products in the recomputation ({operation}) than in the forward "
                 f"({call and call.operation}), so kept outputs cannot be used. Set --train.recompute always."
             )
-        leaves: list[Any] = []
-        for other in call.others:
-            if other is not _TENSOR:
-                leaves.append(other)
-            elif (output := self._outputs.next_replayed()) is None:
-                return compute()
-            else:
-                leaves.append(output.detach())  # autograd marks the returned object
+        if not call.is_kept:
+            return compute()
+        leaves = list(call.others)
+        for place, other in enumerate(leaves):
+            if other is _TENSOR:
+                output = self._outputs.next_replayed()
+                assert output is not None
+                leaves[place] = output.detach()  # autograd marks the returned object
         return tree_unflatten(leaves, call.structure)
 
     def before_write(self, tensor: torch.Tensor) -> None:
@@ -115,19 +119,20 @@ class _Replay:
 class _ProductMode(WatchingMode):
     """Passes products to a recorder or a replay."""
 
-    def __init__(self, tape: _Recorder | _Replay) -> None:
+    def __init__(self, tape: Recorder | _Replay) -> None:
         super().__init__()
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_product, written, draws = _kind(func)
+        is_product, written, draws, causal = _kind(func)
         for place in written:  # before the operation: afterwards the kept values would be lost
             for tensor in tree_iter(_argument(place, args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
                     self._tape.before_write(tensor)
         if is_product and not any(_argument(place, args, kwargs) for place in draws):
-            return self._tape.product(func, partial(func, *args, **kwargs))
+            is_causal = func.overloadpacket is OPERATION or any(_argument(place, args, kwargs) for place in causal)
+            return self._tape.product(func, partial(func, *args, **kwargs), _inner(func, args, is_causal))
         return func(*args, **kwargs)
 
 
@@ -139,41 +144,69 @@ class _Place(NamedTuple):
 
 
 @cache
-def _kind(func: Any) -> tuple[bool, Sequence[_Place], Sequence[_Place]]:
-    """Return whether an operation is a product, the arguments that it changes, and the probability of dropout.
+def _kind(func: Any) -> tuple[bool, Sequence[_Place], Sequence[_Place], Sequence[_Place]]:
+    """Return whether an operation is a product, and places: changed arguments, dropout's probability, the causal flag.
 
     Attention with dropout is computed again, because later operations need the same random state. Cached, because torch
     builds a schema at each read.
     """
     places = [(_Place(number, each.name), each) for number, each in enumerate(func._schema.arguments)]
     written = [place for place, each in places if each.alias_info is not None and each.alias_info.is_write]
-    draws = [place for place, _ in places if place.name == "dropout_p"]
+    draws, causal = ([place for place, _ in places if place.name == name] for name in ("dropout_p", "is_causal"))
     # A product into given memory (out=) makes no output to keep.
-    return func.overloadpacket in _OPERATIONS and not written, written, draws
+    return func.overloadpacket in _OPERATIONS and not written, written, draws, causal
 
 
 def _argument(place: _Place, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return args[place.number] if place.number < len(args) else kwargs.get(place.name)
 
 
-class ProductsForward:
-    """The forward of one block use. Calls keep the outputs of products in `outputs`."""
+def _inner(func: Any, args: Sequence[Any], is_causal: bool) -> float:
+    """Return the multiplications for one element in the first output, each at the rate of bf16 products."""
+    name = func.overloadpacket.__name__
+    if "attention" in name:
+        return attention_inner(args[1], 0.5 if is_causal else 1.0)
+    has_sum = name in ("addmm", "baddbmm")
+    inner = args[int(has_sum)].shape[-1]
+    return inner / 2 if "_scaled" in name else float(inner)  # FP8
 
-    def __init__(self, forward: Forward, unit: str, outputs: KeptOutputs) -> None:
+
+def attention_inner(key: torch.Tensor, share: float) -> float:
+    """Return attention's multiplications for one element in the result. `share`: computed part of the scores."""
+    num_tokens = max(key.shape[1:-1])  # more than heads: their axes have either order
+    return 2 * share * num_tokens / ATTENTION_SHARE
+
+
+class ProductsForward:
+    """The forward of one block use. Calls keep the product outputs in `outputs`, as `keep` decides."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        unit: str,
+        outputs: KeptOutputs,
+        keep: Callable[[Sequence[Product]], None],
+        recorder: Callable[[], Recorder] = Recorder,
+    ) -> None:
         self._forward = forward
         self._unit = unit
         self._outputs = outputs
+        self._keep = keep
+        self._recorder = recorder
         self._calls: Sequence[_Call] = ()  # of the last forward
-        self.tape: _Recorder | _Replay = _Recorder()
+        self.tape: Recorder | _Replay = recorder()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.tape = recorder = _Recorder()
+        self.tape = recorder = self._recorder()
         with _ProductMode(recorder):
             result = self._forward(*args, **kwargs)
-        self._calls = recorder.calls
-        self.tape = _Recorder()  # no reference to the outputs: `KeptOutputs` decides how long they stay
-        for output in recorder.outputs:
-            self._outputs.record(output, copies=False)
+        self.tape = self._recorder()  # no reference to the outputs: `KeptOutputs` decides how long they stay
+        self._keep(recorder.products)
+        pairs = zip(recorder.calls, recorder.products, strict=True)
+        self._calls = [call._replace(is_kept=bool(product.outputs)) for call, product in pairs]
+        for product in recorder.products:
+            for output in product.outputs:
+                self._outputs.record(output, copies=False)
         return result
 
     def for_recomputation(self, forward: Forward) -> Forward:
@@ -193,7 +226,7 @@ class ProductsForward:
 
 
 class KeptProducts(Stage):
-    """Keeps the outputs of products in the blocks that recompute. Only with `train.recompute products`.
+    """Keeps the product outputs in the blocks that recompute. Only with `train.recompute products`.
 
     The innermost stage: a compiled or tiled forward replaces the module's own forward and keeps nothing.
     """
@@ -210,9 +243,9 @@ class KeptProducts(Stage):
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         forward = self.inner.forward_of(unit, use)
-        if self.is_paused or not use.keeps_products or not unit.is_block:
+        if self.is_paused or use.keep_products is None or not unit.is_block:
             return forward
-        return ProductsForward(forward, unit.name, self._outputs)
+        return ProductsForward(forward, unit.name, self._outputs, use.keep_products)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         if not isinstance(forward, ProductsForward):

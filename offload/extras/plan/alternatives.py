@@ -34,6 +34,10 @@ _FOLDER = "FOLDER"
 _SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
+_PRODUCT_SHARES = (0.1, 0.25, 0.5, 1.0)
+"""Shares of the product outputs offloaded to the host. Those that spare most for a byte come first: in a Llama
+block the outputs of attention and of the last product, a sixth of the bytes.
+"""
 _MIN_GAIN = 0.02
 """Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
 _UNIT_OPTIONS = frozenset(
@@ -254,11 +258,14 @@ def _descend(
                 if room > 0:
                     yield {**options, **_BOTH_UPDATES, "offload.optimizer_memory": int(share * room)}
         if initial.config.offload.graphs == "auto":
-            yield from ({**change, **graphs} for graphs in _host_graph_shares(forecaster, chosen))
+            yield from _host_graph_shares(forecaster, initial, change)
         # Instead of whole graphs, also of those on the host. Compiled blocks keep none: other bits are no choice here.
         if initial.config.train.recompute == "auto" and initial.prepared.settings.compile != "always":
             others = {key: value for key, value in change.items() if not key.startswith("offload.graphs")}
-            yield {**others, "train.recompute": PRODUCTS}
+            others["train.recompute"] = PRODUCTS
+            yield others
+            if initial.config.offload.graphs == "auto":
+                yield from _host_graph_shares(forecaster, initial, others)
 
     for candidate in candidates():
         before = _step_seconds(chosen)
@@ -331,17 +338,23 @@ def _device_state_room(initial: Forecast, prediction: Forecast) -> int:
     return min(room, state_bytes - 1)  # with all states there, no update would be left for the host
 
 
-def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield growing numbers of bytes for autograd graphs in host memory, up to the free host memory."""
-    other = _try_change(forecaster, prediction, _HOST_GRAPHS, times=False)
+def _host_graph_shares(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield `change` with growing numbers of bytes for graphs, or product outputs, in host memory, up to the free
+    host memory.
+    """
+    change = {**change, **_HOST_GRAPHS}
+    other = _try_change(forecaster, prediction, change, times=False)
     if other is None or not other.fits:
         return
-    if prediction.config.train.recompute == "never":  # all graphs or none
-        yield dict(_HOST_GRAPHS)
+    if other.config.train.recompute == "never":  # all graphs or none
+        yield change
         return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
+    shares = _PRODUCT_SHARES if other.config.train.recompute == PRODUCTS else _SHARES
     if num_bytes:
-        yield from ({**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)} for share in _SHARES)
+        yield from ({**change, "offload.graphs_memory": int(share * num_bytes)} for share in shares)
 
 
 def _try_change(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.checkpoint.manifest import Entry
 from offload.checkpoint.writer import copy_bytes, share_bytes
@@ -19,7 +19,7 @@ from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, GraphChoice
 from offload.extras.plan.dispatched import DispatchedBlocks
-from offload.extras.plan.workload import UnitWork, Workload
+from offload.extras.plan.workload import PlannedProduct, ProductWork, UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
 from offload.planning.memory import BUFFER, LASTING, LOSS, SLOT, Allocation, bytes_on, gradient_lasts, resident_regions
@@ -37,8 +37,12 @@ class Kept(NamedTuple):
 
     graphs: frozenset[int] = frozenset()
     """Uses with the autograd graph, not recomputed."""
-    products: frozenset[int] = frozenset()
-    """Uses with the outputs of products."""
+    products: frozenset[tuple[int, int]] = frozenset()
+    """(Use, product) of kept outputs."""
+
+    def of(self, number: int) -> set[int]:
+        """Return the kept products in a use."""
+        return {product for use, product in self.products if use == number}
 
 
 @dataclass(frozen=True)
@@ -205,32 +209,36 @@ class StepMemory:
     def _largest_step(self) -> list[Allocation]:
         """The allocations a step adds. The first step recomputes uses whose graphs are offloaded later."""
         later = list(self._step_allocations(self.kept, self.offloaded))
-        if not self.offloaded or self.settings.recompute == "never":
+        if not any(self.offloaded) or self.settings.recompute == "never":
             return later
-        first = list(self._step_allocations(Kept(self._always_kept), frozenset()))
+        first = list(self._step_allocations(Kept(self._always_kept), Kept()))
         if bytes_on("device", first) <= bytes_on("device", later):
             return later
         buffers = (CHECKPOINTS, GRAPHS)  # allocated once for all steps
         return [*(a for a in first if a.name not in buffers), *(a for a in later if a.name in buffers)]
 
     def offloaded_bytes(self, number: int) -> tuple[int, int]:
-        """Return (input bytes, graph bytes) offloaded for a use, by call index. One number is always 0."""
+        """Return (input bytes, graph bytes) offloaded for a use, by call index. Kept products count as a graph beside
+        the inputs; otherwise one number is 0.
+        """
         if not self._has_backward:
             return 0, 0
         call = self.workload.calls[number]
-        if number in self.offloaded:
+        if number in self.offloaded.graphs:
             return 0, self._graph_bytes(call)
-        return self._place_inputs(call, number in self.kept.graphs)[1], 0
+        outputs = sum(self._kept_sizes[number, product] for product in self.offloaded.of(number))
+        return self._place_inputs(call, number in self.kept.graphs)[1], outputs
 
     @cached_property
     def kept(self) -> Kept:
         """Uses with memory kept on the device, by the rule of the engine."""
         if not self._has_backward:
             return Kept()
-        selected: list[int] = []
+        selected: list[Any] = []
         if self.budget is not None and self._choice.fills_device:
             room = self.budget - self._planned_bytes
-            selected = self._choice.on_device(self._kept_sizes, room - self._on_device(self._keeping(())))
+            room_for_kept = room - self._on_device(self._keeping(()))
+            selected = self._choice.on_device(self._kept_sizes, room_for_kept, self._works)
 
             def fits(num_fewer: int) -> bool:
                 return self._on_device(self._keeping(selected[: len(selected) - num_fewer])) <= room
@@ -240,22 +248,44 @@ class StepMemory:
             selected = selected[: len(selected) - num_fewer]
         return self._keeping(selected)
 
-    def _keeping(self, selected: Collection[int]) -> Kept:
-        """Return what stays on the device if the rule selects these uses."""
-        staying = (n for n in range(len(self.workload.calls)) if self._choice.stays(n in selected))
+    def _keeping(self, selected: Collection[Any]) -> Kept:
+        """Return what stays on the device if the rule selects these uses, or products of uses."""
         if self._choice.mode == PRODUCTS:
-            return Kept(self._always_kept, frozenset(self._kept_sizes.keys() & staying))
-        return Kept(self._always_kept.union(staying))
+            staying = [key for key in self._kept_sizes if self._choice.stays(key in selected)]
+            return Kept(self._always_kept, frozenset(staying))
+        uses = (n for n in range(len(self.workload.calls)) if self._choice.stays(n in selected))
+        return Kept(self._always_kept.union(uses))
 
     @cached_property
-    def _kept_sizes(self) -> dict[int, int]:
-        """Bytes of the graphs, or outputs of products, that may stay on the device, from the last use."""
+    def _products(self) -> dict[tuple[int, int], PlannedProduct]:
+        """Products to keep or not, by (use, product)."""
+        if self._choice.mode != PRODUCTS:
+            return {}
+        found = [(n, call.products.products) for n, call in enumerate(self.workload.calls) if call.products is not None]
+        return {(n, number): product for n, products in found for number, product in enumerate(products)}
+
+    @cached_property
+    def _kept_sizes(self) -> dict[Any, int]:
+        """Bytes of the graphs, or product outputs, that may stay on the device, from the last use."""
         calls, parts = self.workload.calls, self.workload.num_micro_batches
-        if self._choice.mode == PRODUCTS:
-            sizes = {n: call.products.kept_bytes for n, call in enumerate(calls) if call.products is not None}
-        else:
+        sizes: dict[Any, int] = {key: product.num_bytes for key, product in self._products.items()}
+        if self._choice.mode != PRODUCTS:
             sizes = {n: call.saved_bytes for n, call in enumerate(calls) if n not in self._always_kept}
         return {number: sizes[number] * parts for number in reversed(sizes)}
+
+    @cached_property
+    def _works(self) -> dict[Any, float]:
+        """`Product.work` over all micro-batches."""
+        parts = self.workload.num_micro_batches
+        return {key: parts * product.work for key, product in self._products.items()}
+
+    def products(self, number: int) -> ProductWork | None:
+        """Return the work beside what is kept anywhere. None: the use keeps none."""
+        return self._with_products(number, self.kept.of(number) | self.offloaded.of(number))
+
+    def _with_products(self, number: int, kept: set[int]) -> ProductWork | None:
+        products = self.workload.calls[number].products
+        return None if products is None or not kept else products.keeping(kept)
 
     @cached_property
     def _always_kept(self) -> frozenset[int]:
@@ -263,18 +293,21 @@ class StepMemory:
         return frozenset(n for n, call in enumerate(self.workload.calls) if call.keeps_graph or call.name is None)
 
     @cached_property
-    def offloaded(self) -> frozenset[int]:
-        """Call indices with offloaded graphs."""
-        return self._choose_offloaded(self.kept.graphs)
+    def offloaded(self) -> Kept:
+        """Offloaded graphs, or product outputs."""
+        return self._choose_offloaded(self.kept)
 
-    def _choose_offloaded(self, graphs: frozenset[int]) -> frozenset[int]:
-        """Return the calls with offloaded graphs, if those of `graphs` stay on the device."""
+    def _choose_offloaded(self, kept: Kept) -> Kept:
+        """Return what is offloaded, if `kept` stays on the device."""
         if not self._choice.can_offload or not self._has_backward:
-            return frozenset()
+            return Kept()
+        if self._choice.mode == PRODUCTS:
+            sizes = {key: size for key, size in self._kept_sizes.items() if key not in kept.products}
+            return Kept(products=frozenset(self._choice.offloaded(sizes, self._offload_room(), self._works)))
         calls = reversed(list(enumerate(self.workload.calls)))
-        sizes = {n: self._graph_bytes(call) for n, call in calls if n not in graphs and call.is_cut}
+        sizes = {n: self._graph_bytes(call) for n, call in calls if n not in kept.graphs and call.is_cut}
         chosen = set(self._choice.offloaded(sizes, self._offload_room()))
-        return frozenset(n for n in sizes if self._choice.leaves(n in chosen))
+        return Kept(frozenset(n for n in sizes if self._choice.leaves(n in chosen)))
 
     def _offload_room(self) -> int:
         """Return the bytes for graphs on the tier of the graphs."""
@@ -301,9 +334,9 @@ class StepMemory:
         return bytes_on("device", self.plan.allocations) + self._lasting_bytes
 
     def _on_device(self, kept: Kept) -> int:
-        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept.graphs)))
+        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept)))
 
-    def _step_allocations(self, kept: Kept, offloaded: frozenset[int]) -> Iterator[Allocation]:
+    def _step_allocations(self, kept: Kept, offloaded: Kept) -> Iterator[Allocation]:
         """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         yield Allocation("device", LOSS, work.loss_bytes)
@@ -314,7 +347,7 @@ class StepMemory:
         input_bytes_offloaded = offloaded_graph_bytes = 0
         for number, call in self._calls():
             input_bytes_offloaded += self._first_offloaded_bytes(call)
-            if number in offloaded:  # all but the small tensors of a graph
+            if number in offloaded.graphs:  # all but the small tensors of a graph
                 graph_bytes = self._graph_bytes(call)
                 total_bytes = _total_bytes(call, call.input_bytes + call.saved_bytes - call.unsaved_bytes, work)
                 on_device[KEPT] += total_bytes - graph_bytes
@@ -324,8 +357,8 @@ class StepMemory:
             on_device[name] += _total_bytes(call, call.input_bytes, work) - offloaded_bytes
             if number in kept.graphs and call.name is not None and not call.keeps_graph:
                 on_device[KEPT] += call.saved_bytes * work.num_micro_batches
-            elif number in kept.products and call.products is not None:
-                on_device[KEPT] += call.products.kept_bytes * work.num_micro_batches
+        on_device[KEPT] += sum(self._kept_sizes[key] for key in kept.products)
+        offloaded_graph_bytes += sum(self._kept_sizes[key] for key in offloaded.products)
         for name in (INPUTS, KEPT):
             yield Allocation("device", name, on_device[name])
         if input_bytes_offloaded:
@@ -365,7 +398,7 @@ class StepMemory:
             return 0
         return self._place_inputs(call, False)[1]
 
-    def _operations(self, kept: Kept, offloaded: frozenset[int], waiting_bytes: int) -> int:
+    def _operations(self, kept: Kept, offloaded: Kept, waiting_bytes: int) -> int:
         """Return the peak device bytes minus bytes kept at the end of the forward."""
         work = self.workload
         parts = work.num_micro_batches
@@ -376,10 +409,11 @@ class StepMemory:
             hidden = sum(last_result) * parts
         kept_bytes = peak_bytes = 0
         for number, call in self._calls():
-            is_kept, is_offloaded = number in kept.graphs, number in offloaded
-            if number in kept.products and call.products is not None:
-                kept_bytes += call.products.kept_bytes * parts
-                call = call.with_products(call.products)
+            is_kept, is_offloaded = number in kept.graphs, number in offloaded.graphs
+            own, below = kept.of(number), offloaded.of(number)
+            if call.products is not None and (own or below):
+                kept_bytes += sum(self._kept_sizes[number, product] for product in own)
+                call = call.with_products(call.products.keeping(own))
             held_bytes = call.input_bytes
             if is_offloaded:
                 held_bytes += call.saved_bytes
@@ -413,6 +447,7 @@ class StepMemory:
                 # With overlap, the next part or use is fetched ahead.
                 num_inputs = 2 if self.plan.overlap else min(2, parts)
                 backward += num_inputs * call.input_bytes
+            backward += sum(self._kept_sizes[number, product] for product in below) // parts  # fetched ahead
             if self.settings.compile == "always" and call.is_block:  # a compiled backward creates all gradients at once
                 regions = [region for region in self._regions if region.trainable and call.name in region.units]
                 backward += sum(region.weight_bytes for region in regions)

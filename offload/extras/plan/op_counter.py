@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.engine.recording.watching import WatchingMode
-from offload.extras.large.kept_products import ProductsForward
+from offload.extras.large.kept_products import ProductsForward, attention_inner
 from offload.extras.plan.workload import NO_COST, Cost
 
 _MOST_KNOWN = 1 << 22
@@ -76,7 +76,7 @@ class OpCounter(WatchingMode):
         self.causal_share = 1.0
         """Computed share of causal attention."""
         self.products: ProductsForward | None = None
-        """Forward with kept outputs of products, if one runs: fused attention is a product too."""
+        """Forward with kept product outputs, if one runs: fused attention is a product too."""
         self._own: dict[int, int] = {}  # storage address -> bytes
         self._others: dict[int, Any] = {}  # from outside: a result over one of them, such as a view, is not new
         self._values: Any = WeakIdKeyDictionary()  # by identity: tensors have no other equality
@@ -141,11 +141,11 @@ class OpCounter(WatchingMode):
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 
-    def attend(self, compute: Callable[[], Any]) -> Any:
-        """Return the outputs of fused attention: computed, or kept ones."""
+    def attend(self, compute: Callable[[], Any], key: torch.Tensor, share: float) -> Any:
+        """Return the outputs of fused attention: computed, or kept ones. `share`: computed part of the scores."""
         if self.products is None:
             return compute()
-        return self.products.tape.product(_Attention, compute)
+        return self.products.tape.product(_Attention, compute, attention_inner(key, share))
 
     def _remember(self, storages: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
         storages[key] = num_bytes
@@ -233,7 +233,7 @@ class _Attention(torch.autograd.Function):
             counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
             return result, query.new_empty(batch, heads, tokens, dtype=torch.float32)
 
-        result, sums = counter.attend(compute)
+        result, sums = counter.attend(compute, key, share)
         ctx.save_for_backward(query, key, value, result, sums)
         ctx.counter = counter
         ctx.share = share

@@ -80,7 +80,7 @@ class SimulatedCall:
     forward_host_s, backward_host_s: launch time on the host; if the host itself computes, time for other work.
     num_parts: micro-batch count. Seconds are divided evenly.
     saved_bytes: offloaded input bytes; 0 if inputs stay on the device or the graph is offloaded.
-    graph_bytes: offloaded graph bytes. The graph replaces the inputs.
+    graph_bytes: offloaded graph bytes. The graph replaces the inputs. Or those of product outputs, beside inputs.
     reads_weights: True if the backward reads weights.
     others: regions by unit, for units that other ranks compute meanwhile. Their gradients arrive after the backward.
     """
@@ -356,7 +356,7 @@ class SimulatedEngine:
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
         self._sample_inputs = device.allocate("unit inputs", largest)
-        self._offloaded: dict[int, _SavedTensors] = {}
+        self._offloaded: dict[int, list[_SavedTensors]] = {}
         self._copies: dict[tuple[int, int], list[Sequence[Ticket]]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
@@ -480,8 +480,8 @@ class SimulatedEngine:
             for tickets in copies:
                 self.lanes.compute_after(tickets)
                 self.lanes.compute(share * call.backward_s, share * call.backward_host_s)
-        if number in self._offloaded:
-            self._offloaded.pop(number).free()
+        for saved in self._offloaded.pop(number, ()):
+            saved.free()
         self._prefetch_previous(number, 1)
         for regions in reversed(call.others):
             receive_gradients(self._flow, regions)
@@ -496,7 +496,7 @@ class SimulatedEngine:
             assert self._inputs is not None
             whole = self._inputs.put(self._sample_inputs[: call.saved_bytes])
             parts = [[part] for part in whole.tensor_split(call.num_parts)]
-            self._offloaded[number] = _SavedTensors(self._inputs, parts)
+            self._offloaded[number] = [_SavedTensors(self._inputs, parts)]
 
     def _compute_with_graph(self, number: int, call: SimulatedCall) -> None:
         """Compute the forward of a call, and put each piece of the graph away once it is saved."""
@@ -507,7 +507,7 @@ class SimulatedEngine:
             self.lanes.compute(call.forward_s / len(pieces), call.forward_host_s / len(pieces))
             stand_ins.append(self._graphs.put(piece))
         parts = [stand_ins[begin : begin + _GRAPH_PIECES] for begin in range(0, len(pieces), _GRAPH_PIECES)]
-        self._offloaded[number] = _SavedTensors(self._graphs, parts)
+        self._offloaded.setdefault(number, []).append(_SavedTensors(self._graphs, parts))
 
     def _take_copies(self, number: int, part: int) -> Sequence[Sequence[Ticket]]:
         """Return the copies that the backward of a micro-batch waits for, one after the other; start the next ones.
@@ -529,9 +529,9 @@ class SimulatedEngine:
             self._prefetch(next(before, -1), part)
 
     def _prefetch(self, number: int, part: int) -> None:
-        offloaded = self._offloaded.get(number)
-        if offloaded is not None and part < len(offloaded.parts) and (number, part) not in self._copies:
-            self._copies[number, part] = offloaded.get(part)
+        saved = [each for each in self._offloaded.get(number, ()) if part < len(each.parts)]
+        if saved and (number, part) not in self._copies:
+            self._copies[number, part] = [tickets for each in saved for tickets in each.get(part)]
 
 
 def simulate_shortened(

@@ -165,14 +165,14 @@ class PlannedStep:
     def calls(self) -> list[SimulatedCall]:
         """Unit uses in a step, in forward order."""
         memory, parts = self.memory, self.workload.num_micro_batches
-        in_graphs = memory.kept.graphs | memory.offloaded
+        in_graphs = memory.kept.graphs | memory.offloaded.graphs
         if not self._has_backward:
             return list(self._forward_only_calls())
         calls = []
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
             regions = self._regions_of(work)
             experts = self._experts.get(work.name or "")
-            products = work.products if number in memory.kept.products else None
+            products = memory.products(number)
             again = work.forward if products is None else products.recomputation
             recomputation = [again] if regions and number not in in_graphs else []
             inputs, graph = memory.offloaded_bytes(number)

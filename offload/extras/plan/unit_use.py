@@ -24,11 +24,11 @@ from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.trial import Trial
 from offload.engine.units.use import Use
-from offload.extras.large.kept_products import ProductsForward
+from offload.extras.large.kept_products import ProductsForward, Recorder
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles
 from offload.extras.plan.op_counter import OpCounter
-from offload.extras.plan.workload import NO_WORK, ProductWork, UnitWork
+from offload.extras.plan.workload import NO_WORK, Cost, PlannedProduct, ProductWork, UnitWork
 from offload.planning.settings import Settings
 from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
@@ -237,9 +237,10 @@ class UnitMeasurements:
     def _measure_products(
         self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments, gradients: Sequence[torch.Tensor]
     ) -> ProductWork:
-        """Run the use forward with kept outputs of products, then as recomputation over these, and backward."""
+        """Run the use forward with kept product outputs, then as recomputation over these, and backward."""
         counter, outputs, kept = self._counter, KeptOutputs(), list[torch.Tensor]()
-        recorded = counter.products = ProductsForward(forward, unit.name, outputs)
+        recorder = _CostRecorder(counter)
+        recorded = counter.products = ProductsForward(forward, unit.name, outputs, lambda _: None, lambda: recorder)
 
         def leaves() -> list[torch.Tensor]:
             return [t.detach().requires_grad_(t.requires_grad) for t in arguments.tensors]
@@ -251,7 +252,10 @@ class UnitMeasurements:
             outputs.recorded_in(kept),
         ):
             run_over_copies(recorded, arguments, leaves(), arguments.others)
-        kept_bytes = sum({counter.storage_of(t): t.untyped_storage().nbytes() for t in kept}.values())
+        pairs = zip(recorder.products, recorder.costs, strict=True)
+        products = tuple([PlannedProduct(each.num_bytes, each.work, cost) for each, cost in pairs])
+        recorder.products.clear()
+        kept_bytes = sum(product.num_bytes for product in products)
         forward_bytes = counter.peak_bytes - before - kept_bytes
         before, cost = counter.begin(), counter.cost
         with (
@@ -263,7 +267,22 @@ class UnitMeasurements:
             recomputed = run_over_copies(again, arguments, leaves(), arguments.others).tensors
         cost, counter.products = counter.cost - cost, None
         _run_backward(unit, recomputed, gradients)
-        return ProductWork(kept_bytes, cost, max(0, forward_bytes), counter.peak_bytes - before)
+        return ProductWork(kept_bytes, cost, max(0, forward_bytes), counter.peak_bytes - before, products)
+
+
+class _CostRecorder(Recorder):
+    """Notes the cost of each product too."""
+
+    def __init__(self, counter: OpCounter) -> None:
+        super().__init__()
+        self.costs: list[Cost] = []
+        self._counter = counter
+
+    def product(self, operation: Any, compute: Callable[[], Any], inner: float) -> Any:
+        before = self._counter.cost
+        result = super().product(operation, compute, inner)
+        self.costs.append(self._counter.cost - before)
+        return result
 
 
 def _run_backward(unit: UnitCandidate, results: list[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

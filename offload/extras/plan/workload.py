@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from operator import add, neg
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,40 @@ By count in an 8B Llama block, fused: 70 KB a token for two norms, a sum and the
 """
 
 
+class PlannedProduct(NamedTuple):
+    """One product in a block use, per micro-batch: output bytes, `Product.work`, and the cost."""
+
+    num_bytes: int
+    work: float
+    cost: Cost
+
+
 @dataclass(frozen=True)
 class ProductWork:
-    """A block use with kept outputs of products (`train.recompute products`), per micro-batch.
+    """A block use with kept product outputs (`train.recompute products`), per micro-batch.
 
     kept_bytes: bytes of the outputs, on the device from the forward to the backward.
-    recomputation: cost of the recomputation, without products.
+    recomputation: cost of the recomputation, without the kept products.
     forward_temporary_bytes, backward_temporary_bytes: as in `UnitWork`, beyond the kept outputs.
+    products: all products, in the order of the forward.
     """
 
     kept_bytes: int
     recomputation: Cost
     forward_temporary_bytes: int
     backward_temporary_bytes: int
+    products: tuple[PlannedProduct, ...] = ()
+
+    def keeping(self, numbers: Collection[int]) -> ProductWork:
+        """Return the use that keeps only these products. A forward holds all outputs up to its end."""
+        others = [product for number, product in enumerate(self.products) if number not in numbers]
+        left_bytes = sum(product.num_bytes for product in others)
+        return ProductWork(
+            self.kept_bytes - left_bytes,
+            sum([product.cost for product in others], self.recomputation),
+            self.forward_temporary_bytes + left_bytes,
+            self.backward_temporary_bytes + left_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -131,22 +152,22 @@ class UnitWork:
     is_block: bool = False
     """True if the unit is a module list element, neither embedding nor head."""
     products: ProductWork | None = None
-    """The use with kept outputs of products. None: not measured, the use keeps none."""
+    """The use with kept product outputs. None: not measured, the use keeps none."""
 
     def without_backward(self) -> UnitWork:
         """Return the use in a forward without a graph: nothing is kept, and the backward has no part in it."""
         return replace(self, backward=NO_COST, input_bytes=0, saved_bytes=0, keeps_graph=True, reads_weights=False)
 
     def with_products(self, products: ProductWork) -> UnitWork:
-        """Return the use with the memory of a recomputation over kept outputs of products."""
+        """Return the use with the memory of a recomputation over kept product outputs."""
         return replace(
             self,
             forward_temporary_bytes=products.forward_temporary_bytes,
-            backward_temporary_bytes=products.backward_temporary_bytes,
+            backward_temporary_bytes=min(self.backward_temporary_bytes, products.backward_temporary_bytes),
         )
 
     def compiled(self, products: ProductWork) -> UnitWork:
-        """Return the use of a compiled block: its graph holds outputs of products, the backward repeats the rest."""
+        """Return the use of a compiled block: its graph holds product outputs, the backward repeats the rest."""
         repeated = replace(products.recomputation, moved_bytes=REPEATED_SHARE * products.recomputation.moved_bytes)
         return replace(
             self,
