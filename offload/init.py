@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Write the settings of a run that fits into a YAML file, for train --config. Settings not given stay automatic, "
-    "but for train.micro_batch_size: the most rows at a time that fit. No weights or data are read. Exit codes: 0 "
-    "written, 2 bad configuration, 3 nothing fits, with the smallest change that does."
+    "but for train.micro_batch_size (and train.passes beside train.tokens_per_step): of the largest that fit, the "
+    "fastest. No weights or data are read. Exit codes: 0 written, 2 bad configuration, 3 nothing fits, with the "
+    "smallest change that does."
 )
 OPTIONS = {
     "out": CommandOption("FILE.yaml", "(default: offload.yaml)", "The file to write; a file there is kept."),
@@ -65,20 +66,13 @@ def main(words: list[str]) -> int:
 
 
 def _fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> tuple[Config, Forecast]:
-    """Return the configuration with the most rows at a time that fit, and the forecast; without a fit, with the fix."""
-    from offload.extras.plan.alternatives import place, place_or_fix
+    """Return the configuration with the micro-batch that fits best, and the forecast; without a fit, with the fix."""
+    from offload.extras.plan.alternatives import in_parts, place_or_fix
 
-    rows = config.train.batch_size // forecaster.num_ranks
-    tried = [config]
-    if not config.train.micro_batch_size:
-        # Equal micro-batches, the largest first: a step computes fastest with few large ones.
-        sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
-        tried = [config.with_resolved(train__micro_batch_size=size) for size in sizes]
-    for each in tried:
-        prediction = place(forecaster, forecaster.predict(each, hardware))
-        if prediction.fits:
-            return each, prediction
-    return config, place_or_fix(forecaster, forecaster.predict(config, hardware), say)
+    initial = in_parts(forecaster, forecaster.predict(config, hardware), opens=("train.micro_batch_size",))
+    train = initial.config.train
+    chosen = config.with_resolved(train__micro_batch_size=train.micro_batch_size, train__passes=train.passes)
+    return chosen, place_or_fix(forecaster, initial, say)
 
 
 def _forecast(prediction: Forecast) -> str:

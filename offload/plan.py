@@ -149,7 +149,7 @@ def _show(prediction: Forecast) -> None:
 
 def describe_run(prediction: Forecast) -> Iterator[str]:
     """Yield the heading: model, hardware, and the placement chosen by `train`."""
-    from offload.extras.plan.run_forecast import describe_placement
+    from offload.extras.plan.run_forecast import describe_parts, describe_placement
 
     machines = prediction.hardware.num_machines
     ranks = ""
@@ -168,6 +168,7 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     parameters = f"{prediction.num_parameters:,} parameters{of}"
     yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {prediction.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in prediction.notes)
+    yield from describe_parts(prediction)
     yield from describe_placement(prediction)
 
 

@@ -275,12 +275,27 @@ class TestResumed:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("train.batch_size", 3), ("data.source", "other.txt"), ("run.seed", 1), ("train.precision", "bf16")],
+        [
+            ("train.batch_size", 3),
+            ("train.tokens_per_step", 512),
+            ("data.source", "other.txt"),
+            ("run.seed", 1),
+            ("train.precision", "bf16"),
+        ],
     )
     def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
         saved = resolve(Config(), has_accelerator=False, max_positions=None).to_dict()
         with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run of there"):
             resumed(Config.load(None, {key: value}), saved, "there")
+
+    def test_rows_of_tokens_stay_on_another_number_of_ranks(self) -> None:
+        """Break: decide the rows again."""
+        given = {"train.tokens_per_step": 2048, "data.sequence_length": 256}
+        was = resolve(Config.load(None, given), has_accelerator=False, max_positions=None)
+        for again, num_ranks in (({}, 3), (given, 3), ({"train.batch_size": 8}, 1)):
+            now = resumed(Config.load(None, again), json.loads(json.dumps(was.to_dict())), "there")
+            now = resolve(now, has_accelerator=False, max_positions=None, num_ranks=num_ranks)
+            assert (now.train.batch_size, now.train.tokens_per_step, now.changes) == (8, 2048, [])
 
     def test_the_same_files_may_be_named_in_another_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Break: compare the names alone."""
@@ -346,6 +361,30 @@ def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
 
 
 OWN = {"model__path": "m", "max_positions": 130}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given", "found"),
+    [
+        (1, {"train.tokens_per_step": 1000}, 3),  # rows have 256 tokens
+        (2, {"train.tokens_per_step": 1000}, 2),
+        (4, {"train.tokens_per_step": 2048, "train.sequence_parallel": 2}, 8),
+        (1, {"train.tokens_per_step": 1000, "train.batch_size": 3}, 3),  # as a written configuration has both
+        (1, {"train.tokens_per_step": 1000, "train.batch_size": 8}, "is 8, but train.tokens_per_step is 1000, which m"),
+        (4, {"train.tokens_per_step": 1000}, "1000, but a row takes 256 tokens, .* --train.tokens_per_step to 1024 or"),
+        (1, {"train.tokens_per_step": 1000, "train.micro_batch_size": 4}, "to 3 or less"),
+        (1, {"train.tokens_per_step": 4096, "train.micro_batch_size": 16, "train.passes": 16}, 16),
+        (1, {"train.tokens_per_step": 2048, "train.method": "dpo", "data.source": ["a"]}, 4),  # pairs
+    ],
+)
+def test_tokens_are_whole_rows_equally_many_on_each_rank(num_ranks: int, given: Any, found: int | str) -> None:
+    config = Config.load(None, {"data.sequence_length": 256, **given})
+    config.check_ranks(num_ranks)
+    if isinstance(found, int):
+        assert resolve(config, has_accelerator=False, max_positions=None, num_ranks=num_ranks).train.batch_size == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        resolve(config, has_accelerator=False, max_positions=None, num_ranks=num_ranks)
 
 
 class TestResolve:

@@ -63,7 +63,7 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
         assert main([*given, "--samples", str(samples), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         config, architecture, kind, *_ = RunSetup.read(
-            ResumePoint(parse_config(given, prog="", description="")), accelerator=None
+            ResumePoint(parse_config(given, prog="", description="")), accelerator=None, num_ranks=1
         )
         data = FileRows.build(config, kind, vocab_size(architecture), lambda *_: None)
         size = vocab_size(architecture)

@@ -32,7 +32,7 @@ MACHINE = ("--hardware", "rtx-4090")
 def test_the_file_has_the_given_settings_and_the_most_rows_that_fit(
     most: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def place(_forecaster: Any, found: Any) -> Any:
+    def place(_forecaster: Any, found: Any, **_: Any) -> Any:
         assert (found.hardware.name, found.hardware.host_bytes) == ("RTX 4090", 1 << 30)
         return replace(found, refusal="" if found.config.train.micro_batch_size <= most else "too many rows")
 
@@ -50,7 +50,8 @@ def test_the_file_has_the_given_settings_and_the_most_rows_that_fit(
 def test_no_file_is_written_if_nothing_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(alternatives, "place", lambda _forecaster, found: replace(found, refusal="too many rows"))
+    misfit = {"refusal": "too many rows"}
+    monkeypatch.setattr(alternatives, "place", lambda _forecaster, found, **_: replace(found, **misfit))
     fixed = {"refusal": "too many rows.", "fix": "--train.passes 3"}  # the search has told the refusal
     monkeypatch.setattr(alternatives, "place_or_fix", lambda _forecaster, found, _say: replace(found, **fixed))
     path = tmp_path / "run.yaml"

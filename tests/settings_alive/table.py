@@ -194,6 +194,7 @@ ROWS: tuple[Row, ...] = (
     _row("train.steps", "2", "num_steps"),
     _row("train.max_seconds", "1e-6", "num_steps"),
     _row("train.batch_size", "4", "tokens"),
+    *_with("run", {"train.batch_size": None}, _row("train.tokens_per_step", "64", "tokens")),
     _row("train.micro_batch_size", "1", "losses"),
     _row("train.passes", "2", "moved"),
     _row("train.precision", "bf16 fp16 fp32", "losses", auto="fp32"),

@@ -29,8 +29,8 @@ class AtResume(Enum):
 _KEYS = {
     AtResume.KEPT: "optimizer.decay_1d optimizer.groups optimizer.schedule",
     AtResume.FIXED: "contrastive data distill lora prefs model.path model.preset optimizer.freeze run.seed "
-    "train.method train.beta train.center_rewards_coefficient train.batch_size train.precision "
-    "train.matmul",
+    "train.method train.beta train.center_rewards_coefficient train.batch_size train.tokens_per_step "
+    "train.precision train.matmul",
     AtResume.ANEW: "data.num_workers optimizer.warmup_steps train.recompute train.sequence_parallel "
     "offload.parameters offload.optimizer offload.gradients offload.activations offload.graphs "
     "offload.prefetch offload.zero_stage offload.replicas offload.dispatch",

@@ -208,7 +208,8 @@ class Config(BaseModel):
                     raise ConfigError(
                         f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
                     ) from None
-            refuse(chain(conflicts.RUN, *CONFLICTS.values()), self._setting)
+            of_rows = conflicts.ROWS if self.knows_rows else ()
+            refuse(chain(of_rows, conflicts.RUN, *CONFLICTS.values()), self._setting)
 
     def _setting(self, key: str) -> Any:
         """Return a value for a table of conflicts. The value of "origin.KEY" is the origin of KEY."""
@@ -221,6 +222,16 @@ class Config(BaseModel):
     def has_own_data(self) -> bool:
         """True if the training data is the user's, not the built-in text."""
         return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
+
+    @property
+    def knows_rows(self) -> bool:
+        """False if train.batch_size is still to be decided, from train.tokens_per_step."""
+        return self.train.tokens_per_step is None or self.origin("train.batch_size") == "resolved"
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, padding included; of all rows learned together, if several."""
+        return int(self.data.sequence_length or 0) * self.group
 
     @property
     def group(self) -> int:
@@ -269,7 +280,7 @@ class Config(BaseModel):
                 f"set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by --gpus "
                 "or --nproc-per-node."
             )
-        if self.train.batch_size < num_groups:
+        if self.knows_rows and self.train.batch_size < num_groups:
             raise ConfigError(too_few_rows(self.train.batch_size, world_size, size))
 
     def to_yaml(self, *, defaults: bool = True) -> str:

@@ -39,10 +39,16 @@ _BEST = (
     ("checkpoint.keep_best", True),
     ("checkpoint.export_best", True),
 )
-RUN = (
+ROWS = (
     Conflict("train.micro_batch_size", is_above, "train.batch_size", is_set,
         "train.batch_size is {train.batch_size}",
         "set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size"),
+    Conflict("train.passes", is_above, "train.batch_size", is_set,
+        "train.batch_size is {train.batch_size}",
+        "set --train.passes to {train.batch_size} or less, or raise --train.batch_size"),
+)  # fmt: skip
+"""Rows about the rows of a step, once they are known."""
+RUN = (
     Conflict("train.sequence_parallel", is_parallel, "train.method", GROUPED,
         "the loss of train.method {train.method} compares whole sequences, which cannot be split over ranks",
         "set --train.sequence_parallel 1, or --train.method sft"),
@@ -53,9 +59,6 @@ RUN = (
         "train.method {train.method} does not pack rows", "leave it out"),
     Conflict("data.group_by_length", True, "train.method", GROUPED,
         "train.method {train.method} needs the rows in a mixed order", "leave it out"),
-    Conflict("train.passes", is_above, "train.batch_size", is_set,
-        "train.batch_size is {train.batch_size}",
-        "set --train.passes to {train.batch_size} or less, or raise --train.batch_size"),
     Conflict("optimizer.warmup_steps", is_above, "train.steps", is_set,
         "train.steps is {train.steps}, so the learning rate would never reach its peak",
         "lower --optimizer.warmup_steps or raise --train.steps"),

@@ -481,6 +481,11 @@ class TrainSection(Section):
     """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
     """Sequences (or answer pairs, or queries) per step over all ranks."""
+    tokens_per_step: Count | None = None
+    """Tokens per step over all ranks, padding included, in place of train.batch_size: as many rows of
+    data.sequence_length as they hold, equally many on each rank. The plan then chooses train.micro_batch_size and
+    train.passes, unless set. none: train.batch_size says the rows.
+    """
     micro_batch_size: Count | None = None
     """Sequences (or pairs, or queries) per pass on each rank; gradients accumulate. none: the whole batch at once."""
     passes: Count = 1

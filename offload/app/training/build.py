@@ -116,11 +116,17 @@ class RunSetup(NamedTuple):
 
     @classmethod
     def read(
-        cls, start: ResumePoint, user_model: ModelObject | None = None, *, accelerator: Accelerator | None
+        cls,
+        start: ResumePoint,
+        user_model: ModelObject | None = None,
+        *,
+        accelerator: Accelerator | None,
+        num_ranks: int,
     ) -> RunSetup:
         """Read the architecture and check the settings against it.
 
-        `user_model`: a model already made in Python. Raises ConfigError and MissingLibraryError.
+        `user_model`: a model already made in Python. `num_ranks`: of all machines. Raises ConfigError and
+        MissingLibraryError.
         """
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)  # before anything draws a number
@@ -159,6 +165,7 @@ class RunSetup(NamedTuple):
             has_bf16=has_bf16(accelerator),
             max_positions=most,
             is_decoder=is_decoder(architecture),
+            num_ranks=num_ranks,
         )
         check_sequence_length(most, int(config.data.sequence_length or 0))
         trainable = choose_trainable_part(config, architecture, kind, start)
@@ -217,7 +224,7 @@ def make_run(
     resumes = bool(start.folders)
     with share_failure(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
-        setup = RunSetup.read(start, user_model, accelerator=accelerator)
+        setup = RunSetup.read(start, user_model, accelerator=accelerator, num_ranks=comm.size)
     build = _Build(start, comm, say, note, user_model, doing, accelerator, setup)
     asked = setup.config
     if resumes:  # by the rows of the earlier run: other rows would end at the comparison below

@@ -15,6 +15,7 @@ from offload.app.config.sections import DOCUMENTS, OffloadSection
 from offload.app.training.objectives import OBJECTIVES
 from offload.app.training.task import Task
 from offload.engine.engine import Engine
+from offload.errors import ConfigError
 
 BUILTIN_DEVICE_MEMORY = 9 * 2**20
 """Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
@@ -59,15 +60,18 @@ def resolve(
     max_positions: int | None,
     has_bf16: bool = True,
     is_decoder: bool = False,
+    num_ranks: int = 1,
 ) -> Config:
     """Return a copy with open values decided from the machine and the model. Arguments: see `Start`.
 
-    `is_decoder`: a token of the model sees only those before it.
+    - is_decoder: a token of the model sees only those before it.
+    - num_ranks: of all machines.
 
-    The engine decides train.clip, offload.update and offload.prefetch later.
+    The engine decides train.clip, offload.update and offload.prefetch later. Raises ConfigError for
+    train.tokens_per_step without a row for each rank, or beside another train.batch_size.
     """
     places = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
-    sizes = ("data.sequence_length", "train.batch_size", "train.micro_batch_size")
+    sizes = ("data.sequence_length", "train.batch_size", "train.tokens_per_step", "train.micro_batch_size")
     # A run with an own size or place is no demonstration of streaming, and gets no small budget.
     start = Start(config.is_default("model", *sizes, *places), has_accelerator, has_bf16, max_positions)
     defaults = RULE_SETTINGS[config.optimizer.name].defaults
@@ -76,7 +80,33 @@ def resolve(
     values |= OBJECTIVES[config.train.method].decide(config, is_decoder)
     if config.group > 1:  # each answer has a separate row
         values |= dict.fromkeys(("data__packing", "data__packing_isolated", "data__group_by_length"), False)
-    return decide(config.with_resolved(**values), FROM_START, start)
+    return with_rows(decide(config.with_resolved(**values), FROM_START, start), num_ranks)
+
+
+def with_rows(config: Config, num_ranks: int) -> Config:
+    """Return a copy with the rows of train.tokens_per_step, rounded down to equally many whole rows on each rank.
+
+    A resumed run has the rows of the earlier run, on any number of ranks. Raises ConfigError.
+    """
+    train, tokens = config.train, config.train.tokens_per_step
+    if tokens is None or config.knows_rows:
+        return config
+    num_groups = train.num_groups(num_ranks)
+    rows = tokens // (num_groups * config.row_tokens) * num_groups
+    if not rows:
+        raise ConfigError(
+            f"train.tokens_per_step is {tokens}, but a row takes {config.row_tokens} tokens, and each rank needs rows "
+            f"of its own: set --train.tokens_per_step to {num_groups * config.row_tokens} or more, or lower "
+            "--data.sequence_length."
+        )
+    if config.origin("train.batch_size") != "default" and train.batch_size != rows:
+        raise ConfigError(
+            f"train.batch_size is {train.batch_size}, but train.tokens_per_step is {tokens}, which makes {rows} rows "
+            f"of {config.row_tokens} tokens: leave one of them out."
+        )
+    sized = config.with_settings({"train.batch_size": (rows, "resolved")})
+    sized.check()
+    return sized
 
 
 def _default_end(config: Config, start: Start) -> Mapping[str, Any]:

@@ -223,7 +223,7 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config.check_ranks(num_ranks)
     accelerator = own_accelerator(config.offload.device)
     # As in a run, so the view shows the rows of the run. Weights are not read here.
-    setup = RunSetup.read(ResumePoint(config), accelerator=accelerator)
+    setup = RunSetup.read(ResumePoint(config), accelerator=accelerator, num_ranks=num_ranks)
     config = setup.config
     data = FileRows.build(
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,10 @@ block the outputs of attention and of the last product, a sixth of the bytes.
 """
 _MIN_GAIN = 0.02
 """Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
+PARTS = "train.micro_batch_size", "train.passes"
+"""Settings that cut the rows of a step."""
+_MOST_SIZES = 3
+"""Micro-batches to time: the largest that fit."""
 _UNIT_OPTIONS = frozenset(
     (
         "train.micro_batch_size",
@@ -62,7 +66,11 @@ MAX_FORECASTS = 64
 
 A count, not a time, so that the advice is the same on a busy machine.
 """
-_TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
+_TRAINING_CHANGES = {
+    "train.batch_size": "of fewer rows",
+    "train.tokens_per_step": "of fewer rows",
+    "train.max_grad_norm": "without clipping",
+}
 """Changes of the training itself, with words about the step."""
 _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
@@ -101,7 +109,7 @@ def forecast(
     """
     forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
-    initial = forecaster.predict(config, hardware)
+    initial = in_parts(forecaster, forecaster.predict(config, hardware))
     prediction = place_or_fix(forecaster, initial, say, most)
     tries = Tries(forecaster, math.inf if prediction.fits else most)
     others = list(alternatives(forecaster, initial, prediction, tries))
@@ -307,6 +315,79 @@ def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     return tile
 
 
+def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, opens: Collection[str] = ()) -> Forecast:
+    """Return the forecast with the micro-batch and the passes that train.tokens_per_step leaves to the plan.
+
+    These are the fewest passes with room for the saved inputs, and there the largest micro-batch that fits; of smaller
+    ones, and of more passes, the fastest. All parts are equal. If nothing fits, one row at a time in the fewest passes,
+    so that every shortage shows. The result is not placed. Returns `initial` if nothing is open.
+
+    times: False takes the first that fits. opens: further settings to choose, if not set.
+    """
+    config = initial.config
+    opened = {
+        key
+        for key in PARTS
+        if config.origin(key) == "default" and (config.train.tokens_per_step is not None or key in opens)
+    }
+    if not opened:
+        return initial
+    rows = config.train.batch_size // initial.num_groups
+
+    def cut(num_passes: int, size: int) -> Forecast | None:
+        """Return the forecast of so many passes in micro-batches of a size; None: impossible."""
+        values = {"train.passes": num_passes, "train.micro_batch_size": size}
+        changed = config.with_settings({key: (values[key], "resolved") for key in opened})
+        try:
+            changed.check()
+            return forecaster.predict(changed, initial.hardware, times=False)
+        except ConfigError:
+            return None
+
+    def sizes(num_passes: int) -> list[int]:
+        """Return the equal micro-batches of a pass, the smallest first."""
+        if "train.micro_batch_size" in opened:
+            return divisors(rows // num_passes)
+        return [config.train.micro_batch_size or rows]
+
+    counts = [config.train.passes]
+    if "train.passes" in opened:
+        counts = divisors(rows)
+    least = [parts for count in counts if (parts := cut(count, sizes(count)[0])) is not None]
+    # One row at a time first: passes without room for it have room for no micro-batch.
+    first = next((parts for parts in least if _has_room(forecaster, parts)), None)
+    if first is None:
+        return next(iter(least), initial)
+    num_passes = first.config.train.passes
+    cuts = (cut(num_passes, size) for size in reversed(sizes(num_passes)))
+    fitting = (parts for parts in cuts if parts is not None and _has_room(forecaster, parts))
+    if not times:
+        return next(fitting)
+    tried = list(itertools.islice(fitting, _MOST_SIZES))
+    if "train.passes" in opened:
+        for each in tried[:2]:  # passes of few rows keep more of them: the second size may be the best of these
+            size = each.config.train.micro_batch_size or rows
+            counts = [change["train.passes"] for change in _more_passes(initial, size, num_passes)]
+            tried += [parts for count in counts if (parts := cut(count, size)) is not None]
+    # A first descent tells parts apart; the whole search is for the fastest alone.
+    seconds = [_step_seconds(_descend(forecaster, _timed(forecaster, each), {}, times=True)[0]) for each in tried]
+    fastest = min(range(len(tried)), key=lambda number: seconds[number] or math.inf)
+    return _timed(forecaster, tried[fastest])
+
+
+def _timed(forecaster: Forecaster, prediction: Forecast) -> Forecast:
+    return forecaster.predict(prediction.config, prediction.hardware)
+
+
+def _has_room(forecaster: Forecaster, prediction: Forecast) -> bool:
+    return place(forecaster, prediction, times=False).fits
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def _step_seconds(prediction: Forecast) -> float | None:
     """Return the step time of a run that fits; None: it does not fit, or the time is unknown."""
     return prediction.timing.step_seconds if prediction.fits and prediction.timing else None
@@ -497,6 +578,8 @@ def _narrow(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, i
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
     """Return the configuration with other values. Raises ConfigError."""
     config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
+    if "train.tokens_per_step" in change:  # the rows are decided again
+        config = config.with_settings({"train.batch_size": (Config().train.batch_size, "default")})
     config.check()
     return config
 
@@ -545,12 +628,13 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
         if config.train.compile == "never":
             yield {"train.compile": "auto"}
         rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
-        yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
-        yield from _more_passes(prediction, rows, 1)
+        if config.train.tokens_per_step is None:  # else these parts were tried
+            yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
+            yield from _more_passes(prediction, rows, 1)
     if dispatch := _dispatch(prediction):
         yield dispatch
     # Twice the rows for the same traffic, in micro-batches of the size that is known to fit.
-    twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
+    twice = _of_rows(config, 2 * config.train.batch_size)
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size
     yield twice
@@ -605,10 +689,17 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     rows = config.train.batch_size
     while short_tiers and rows > prediction.num_groups:  # changes the training: last resort
         rows = max(prediction.num_groups, rows // 2)
-        fewer = {"train.batch_size": rows}
+        fewer = _of_rows(config, rows)
         if (config.train.micro_batch_size or 0) > rows:  # a micro-batch is never larger than the batch
             fewer["train.micro_batch_size"] = rows
         yield fewer
+
+
+def _of_rows(config: Config, rows: int) -> dict[str, Any]:
+    """Return the change to a step of so many rows, in the setting in use."""
+    if config.train.tokens_per_step is None:
+        return {"train.batch_size": rows}
+    return {"train.tokens_per_step": rows * config.row_tokens}
 
 
 def _more_passes(prediction: Forecast, micro_rows: int, num_passes: int) -> Iterator[dict[str, Any]]:

@@ -451,6 +451,7 @@ class Forecaster:
             has_bf16=hardware.rates.has_bf16,
             max_positions=max_positions(self._architecture),
             is_decoder=is_decoder(self._architecture),
+            num_ranks=ranks.size,
         )
         settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
         if settings.matmul != "precision" and has_accelerator and FP8 not in hardware.rates.flops_per_s:

@@ -9,10 +9,12 @@ from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
 from offload.app.training.planner import Network, RunForecast, describe_budget
-from offload.errors import format_bytes
+from offload.errors import counted, format_bytes
 from offload.extras.plan.alternatives import (
+    PARTS,
     apply_change,
     has_open_placement,
+    in_parts,
     place_or_fix,
     this_hardware,
     to_flags,
@@ -49,16 +51,23 @@ def forecast_run(
         hardware, is_measured = _with_network(network, this_hardware(config, measures=False)), True
     except LookupError:
         hardware, is_measured = _with_network(network, _placeholder_hardware(machine)), False
-    prediction = forecaster.predict(config, hardware, times=is_measured)
+    whole = forecaster.predict(config, hardware, times=is_measured)
+    prediction = in_parts(forecaster, whole, times=is_measured)
     if has_open_placement(prediction) and not is_measured:  # memory alone may have decided: all on the device
         say("measuring this machine once, to choose where to store the states ...")
-        prediction, is_measured = forecaster.predict(config, _with_network(network, this_hardware(config))), True
+        whole, is_measured = forecaster.predict(config, _with_network(network, this_hardware(config))), True
+        prediction = in_parts(forecaster, whole)
+    initial = prediction
     if is_measured:  # without rates all is on the device, and no placement can be compared
         prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
-    for text in (*describe_placement(prediction), *note_slow_precision(forecaster, prediction)):
+    for text in (
+        *describe_parts(prediction),
+        *describe_placement(prediction),
+        *note_slow_precision(forecaster, prediction),
+    ):
         say(text)
     return RunForecast(
-        prediction.config if prediction.placement_flags else config,
+        prediction.config if prediction.placement_flags or initial is not whole else config,
         describe_forecast(prediction),
         describe_misfit(prediction),
         prediction.num_replicas,
@@ -72,6 +81,18 @@ def _with_network(network: Network | None, hardware: Hardware) -> Hardware:
         return hardware
     rates = replace(hardware.rates, network_bytes_per_s=network.bytes_per_s, network_latency_s=network.latency_s)
     return hardware.with_(num_machines=network.num_machines, rates=rates)
+
+
+def describe_parts(prediction: Forecast) -> Iterator[str]:
+    """Yield a line about the rows, passes and micro-batches found for train.tokens_per_step, if given."""
+    config, train = prediction.config, prediction.config.train
+    if train.tokens_per_step is None:
+        return
+    parts = to_flags({key: config.get(key) for key in PARTS})
+    yield (
+        f"train.tokens_per_step {train.tokens_per_step:,}: {counted(train.batch_size, 'row')} of "
+        f"{config.row_tokens:,} tokens, {train.batch_size * config.row_tokens:,} together: {parts}"
+    )
 
 
 def describe_placement(prediction: Forecast) -> Iterator[str]:
