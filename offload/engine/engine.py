@@ -20,6 +20,7 @@ from offload.distributed.joining import open_comm
 from offload.engine.analysis import Analysis
 from offload.engine.assemble import MODEL_FORMS, assemble
 from offload.engine.compile_wrappers import remove_compile_wrappers
+from offload.engine.gradients.loss_scale import LossScale
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.loss.loss import LossFunction
@@ -208,7 +209,7 @@ class Engine(StateAccess):
             self._flow.runner.weights_changed()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """For own loops: add the gradients of `loss`, without scaling."""
+        """For own loops: add the gradients of `loss`, as `loss.backward()` does; `update` then returns the loss too."""
         self._recovery.check_usable()
         self._flow.snapshot.check(trains=True)
         self._flow.snapshot.refuse_all_frozen()
@@ -312,6 +313,11 @@ class Engine(StateAccess):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
         self._steps.method.lr = value
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Factor on the gradients inside the model: `value` is that of the next backward, 1 except in fp16."""
+        return self._weights.updates.loss_scale
 
     def tune(self, settings: Mapping[str, Any] | None = None, decays: Mapping[str, float] | None = None) -> None:
         """Change update rule settings and weight decays, from the next update on. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -59,19 +60,23 @@ class Entries:
                 self._handles.append(module.register_forward_pre_hook(hooks.begin, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(hooks.end, always_call=True))
 
-    def begin(self, call: ModelCall) -> None:
-        """Prepare for a call, unless it is part of another one, or of a backward."""
+    def begin(self, call: ModelCall) -> tuple[Any, Any] | None:
+        """Prepare for a call, unless it is part of another one. Return its arguments; None: as they are."""
         # A second call of the current module: an interrupt has ended the first one.
-        is_inner = self._current is not None and self._current is not call.module
-        if is_inner or torch._C._current_graph_task_id() != -1:
-            return
+        if self._current is not None and self._current is not call.module:
+            return None
         self._current = call.module
-        self._prepare(call)
+        args, kwargs = _with_scale((call.args, call.kwargs), self.runner.loss_scale.enter)
+        if torch._C._current_graph_task_id() == -1:  # a checkpoint of the script repeats a call that is prepared
+            self._prepare(call._replace(args=args, kwargs=kwargs))
+        return args, kwargs
 
-    def end(self, module: nn.Module) -> None:
-        """End a call, also after an exception."""
-        if module is self._current:
-            self._current = None
+    def end(self, module: nn.Module, result: Any) -> Any:
+        """End a call, also after an exception. Return the result for the script; None: as it is."""
+        if module is not self._current:
+            return None
+        self._current = None
+        return _with_scale(result, self.runner.loss_scale.leave)
 
     def forget(self) -> None:
         """Reset: no call is running."""
@@ -83,6 +88,15 @@ class Entries:
             handle.remove()
 
 
+def _with_scale(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the tree with `change(tensor)` for each tensor that requires a gradient; the tree itself, if none does."""
+    arguments = Arguments(tree)
+    tensors = [change(tensor) if tensor.requires_grad else tensor for tensor in arguments.tensors]
+    if all(map(is_, tensors, arguments.tensors)):
+        return tree
+    return arguments.fill(tensors)
+
+
 class _Hooks:
     """The hooks of one module."""
 
@@ -91,16 +105,18 @@ class _Hooks:
         self._entries = entries
         self._owner = owner
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         entries = self._entries()
         # Runs in every call of a module with weights, and most of these are the engine's own.
-        if entries is not None and not entries.runner.is_engine_call:
-            entries.begin(ModelCall(module, self._name, args, kwargs))
+        if entries is None or entries.runner.is_engine_call:
+            return None
+        return entries.begin(ModelCall(module, self._name, args, kwargs))
 
-    def end(self, module: nn.Module, _args: Any, _result: Any) -> None:
+    def end(self, module: nn.Module, _args: Any, result: Any) -> Any:
         entries = self._entries()
-        if entries is not None and not entries.runner.is_engine_call:
-            entries.end(module)
+        if entries is None or entries.runner.is_engine_call:
+            return None
+        return entries.end(module, result)
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         refuse_copy("pickle (torch.save) or copy.deepcopy")  # for the module, because its hooks refer to this object

@@ -94,6 +94,7 @@ class Flow:
             self.gradients,
             saved,
             self.units,
+            loss_scale=self.updates.loss_scale,
             seed=settings.seed,
             comm=self.comm,
         )

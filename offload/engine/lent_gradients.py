@@ -67,6 +67,8 @@ class LentGradients:
             gradient = self._store.values.gradient(info.index, self._measures.touched)
             if gradient is None:
                 return None
+            if (factor := self._flow.updates.take_scale()) != 1.0:
+                self.scale(factor)
             self._lent[info.index] = gradient, gradient.data  # no view: a script may call detach_()
             if (region := self._store.values.region(info.index)) not in self._squares:
                 self._squares[region] = self._look(region)

@@ -73,12 +73,12 @@ class OwnLoop:
             )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`, without scaling."""
+        """Add the gradients of `loss`, as `loss.backward()` does, and keep the loss for `update`."""
         self._steps.method.own_loop()
         self._lent.refuse_used()
         with self._recovery.given_up_on_error():
             self._open_step()  # the script may have called single units
-            loss.backward()
+            self._flow.runner.loss_scale.backward(loss, self._flow.runner.is_weight)
             self.losses.append(loss.detach())
 
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:

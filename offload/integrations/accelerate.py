@@ -28,9 +28,10 @@ class OffloadAccelerator(Accelerator):
     """An Accelerator with an engine for the trained model.
 
     `prepare(model, optimizer, ...)` makes the engine; the torch optimizer is replaced by the equivalent update rule.
-    The model gets no wrapper: no autocast (mixed_precision="bf16": the engine computes in bf16 with fp32 master
-    weights), no DDP (the engine manages the ranks). `clip_grad_norm_` returns the norm over all gradients and sets the
-    clipping limit in the engine. Models prepared without an optimizer stay plain PyTorch.
+    The model gets no wrapper: no autocast (mixed_precision="bf16" or "fp16": the engine computes in it with fp32 master
+    weights, and scales the loss in fp16 instead of a GradScaler), no DDP (the engine manages the ranks).
+    `clip_grad_norm_` returns the norm over all gradients and sets the clipping limit in the engine. Models prepared
+    without an optimizer stay plain PyTorch.
 
     engine: None before `prepare`.
     """
@@ -93,8 +94,8 @@ class OffloadAccelerator(Accelerator):
         settings = dict(self._offload if settings is None else settings)
         # Settings of the user come last and win.
         defaults: dict[str, Any] = {"device": str(self.device)}
-        if self.mixed_precision == "bf16":
-            defaults["precision"] = "bf16"
+        if self.mixed_precision != "no":
+            defaults["precision"] = self.mixed_precision
         if self.state.dynamo_plugin.backend.value != "NO":
             defaults["compile"] = "always"
         own = engage(model, optimizer, defaults | settings)
@@ -111,6 +112,22 @@ class OffloadAccelerator(Accelerator):
         if all(model is not own_model for own_model in self._models):
             self._models.append(model)
         return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Like Accelerator.prepare_optimizer, but a GradScaler leaves the engine's optimizer alone."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        self.drop_scaler()
+        return prepared
+
+    def drop_scaler(self) -> None:
+        """Let the engine's optimizer step without the GradScaler of accelerate: the engine scales the loss itself."""
+        for prepared in self._optimizers:
+            if find_own(prepared) is not None:
+                self.scaler = None
+                prepared.scaler = None
+                prepared.__class__ = _PreparedOptimizer  # made by accelerate; the subclass adds no fields
 
     def _is_own(self, model: Any) -> bool:
         return self.engine is not None and model is self.engine.model and not self.engine.closed
@@ -129,6 +146,11 @@ class OffloadAccelerator(Accelerator):
             )
         # DDP averages gradients over ranks, and the engine adds them.
         self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing for the engine's optimizer: its gradients have no scale."""
+        if self.engine is None:
+            super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`."""
@@ -216,6 +238,15 @@ class OffloadAccelerator(Accelerator):
         return state_of(self.engine)
 
 
+class _PreparedOptimizer(AcceleratedOptimizer):
+    """The engine's optimizer as accelerate wraps it. A schedule does not move in a step that the engine skips."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        own = find_own(self)
+        return own is not None and own.step_was_skipped
+
+
 class _NoWeights:
     """Placeholder for the engine's weights in save_state hooks.
 
@@ -263,7 +294,7 @@ def refuse_others(accelerator: Accelerator) -> None:
     """Raise ConfigError for accelerate settings that duplicate engine functions or are not supported."""
     dynamo = accelerator.state.dynamo_plugin
     unsupported = {
-        "mixed_precision='fp16'": accelerator.mixed_precision == "fp16",
+        "GradScalerKwargs": accelerator.scaler_handler is not None,
         "mixed_precision='fp8'": accelerator.mixed_precision == "fp8",
         "DeepSpeed": accelerator.distributed_type.value == "DEEPSPEED",
         "FSDP": accelerator.distributed_type.value == "FSDP",
@@ -278,7 +309,7 @@ def refuse_others(accelerator: Accelerator) -> None:
     if wrong:
         raise ConfigError(
             f"accelerate is set up for {', '.join(wrong)}, which an engine does not support: an engine shards the "
-            "states over ranks itself, saves into a folder shared by all machines, computes in fp32 or bf16, and "
-            "compiles with inductor in the default mode. Start with torchrun or python, mixed_precision 'no' or "
-            "'bf16', and without these settings."
+            "states over ranks itself, saves into a folder shared by all machines, computes in fp32, bf16, or fp16 "
+            "with its own loss scale, and compiles with inductor in the default mode. Start with torchrun or python, "
+            "mixed_precision 'no', 'bf16' or 'fp16', and without these settings."
         )

@@ -108,6 +108,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self.engine.has_gradients():
             self._record(self.engine.update(until_zero_grad=True))
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step found gradients that are not finite, and moved nothing."""
+        return self.result is not None and self.result.skipped
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A `torch.amp.GradScaler` asks for this before each step. False: it divides the gradients by its own scale."""
+        self.engine.loss_scale.check_scaler()
+        return False
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the gradients to `max_norm`, and return their norm before, over all parameters and ranks.
 

@@ -36,7 +36,7 @@ from offload.integrations.saving import (
     share_write_errors,
     weights_dtype,
 )
-from offload.integrations.wrap import give_back, open_engine
+from offload.integrations.wrap import give_back, open_engine, own_precision
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 
@@ -58,9 +58,10 @@ class OffloadMixin(_Base):
     """Mixin before a transformers or TRL Trainer. Moves the model into an engine on first need.
 
     Trainer arguments keep their meaning: `optim` (if an equal update rule exists), learning rate, schedule, weight
-    decay, `max_grad_norm`, accumulation. With `bf16`, the engine computes in bf16 with fp32 master weights, without
-    autocast. Gradient checkpointing is turned off, because the engine recomputes units anyway. Unsupported arguments
-    raise ConfigError with the name. The engine manages the ranks: start with torchrun; there is no DDP wrapper.
+    decay, `max_grad_norm`, accumulation. With `bf16` or `fp16`, the engine computes in it with fp32 master weights,
+    without autocast and GradScaler. Gradient checkpointing is turned off, because the engine recomputes units anyway.
+    Unsupported arguments raise ConfigError with the name. The engine manages the ranks: start with torchrun; there is
+    no DDP wrapper.
 
     Saved files are the same as from the Trainer. A checkpoint also contains the engine states. With PEFT, the adapter
     is saved.
@@ -179,14 +180,9 @@ class OffloadMixin(_Base):
                     "out of offload."
                 )
             settings.pop(key, None)
-        precision = "fp32"
-        if args.bf16 or weights_dtype(self.model) is None:
-            precision = "bf16"
-        if args.bf16 and settings.get("precision", "bf16") != "bf16":
-            raise ConfigError("offload has precision='fp32', and the Trainer's arguments bf16=True: leave one out.")
         settings = {
             "max_grad_norm": args.max_grad_norm,
-            "precision": precision,
+            "precision": _precision_of(self, settings.get("precision")),
             "device": str(args.device),
             "seed": args.seed,
             "compile": "always" if args.torch_compile else "auto",
@@ -344,6 +340,7 @@ class OffloadCallback(TrainerCallback):
     - `grad_norm`: the true norm.
     - `offload/bytes`: bytes moved in the last step over all links.
     - `offload/exposed_seconds`: seconds compute waited for these transfers.
+    - `offload/loss_scale`: in fp16, factor on the loss in the backward.
     - With MeZO: `seed`, `lr`, `projected_grad`, `loss_plus`, `loss_minus`, for `engine.replay`.
 
     Added by `offload_optimizer_factory`, it also saves the engine states into each checkpoint, and reads them if the
@@ -361,6 +358,8 @@ class OffloadCallback(TrainerCallback):
             "offload/bytes": own.engine.counters.total,
             "offload/exposed_seconds": sum(lane.exposed_seconds for lane in own.result.lanes.values()),
         }
+        if own.result.loss_scale != 1.0:
+            more["offload/loss_scale"] = own.result.loss_scale
         if own.result.measured is not None:
             more |= own.result.measured.fields()
         for logged in (logs, *state.log_history[-1:]):  # the Trainer keeps a copy
@@ -435,10 +434,10 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which needs no backward, but "
             "a plain Trainer calls backward in each step: train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
-    if weights_dtype(model) is None or (trainer is not None and trainer.args.bf16):
-        options.setdefault("precision", "bf16")
+    options.setdefault("precision", own_precision(model))
     if trainer is not None:
         refuse_arguments(trainer.args)
+        options["precision"] = _precision_of(trainer, settings.get("precision"))
         options.setdefault("compile", "always" if trainer.args.torch_compile else "auto")
         limit = trainer.args.max_grad_norm
         if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
@@ -451,10 +450,24 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
 
 
+def _precision_of(trainer: Any, given: str | None) -> str:
+    """Return the engine's precision: that of the Trainer's arguments, or `given`, or the one of the weights.
+
+    Raises ConfigError for two different ones.
+    """
+    mixed = trainer.accelerator.mixed_precision
+    if mixed == "no":
+        return given or own_precision(trainer.model)
+    if given not in (None, mixed):
+        raise ConfigError(f"offload has precision={given!r}, and the Trainer's arguments {mixed}=True: leave one out.")
+    return mixed
+
+
 def _adopt(trainer: Trainer) -> None:
     """Route the Trainer's backward and gradient clipping to the engine."""
     refuse_others(trainer.accelerator)
     trainer.accelerator.__class__ = OffloadAccelerator  # made by the Trainer; the subclass adds no fields
+    trainer.accelerator.drop_scaler()
     vars(trainer)["_mixed_mesh_grads"] = False  # otherwise the Trainer inspects gradients
 
 
@@ -496,8 +509,7 @@ def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 def refuse_arguments(args: Any) -> None:
     """Raise ConfigError for Trainer arguments without engine support."""
     why = {
-        "fp16": "here an engine computes in fp32 or bf16: set bf16=True",
-        "fp16_full_eval": "the engine holds the weights in its compute dtype: leave it out",
+        "fp16_full_eval": "the engine holds the weights in its compute dtype: leave it out, and set fp16=True",
         "bf16_full_eval": "the engine holds the weights in its compute dtype: leave it out, and set bf16=True",
         "deepspeed": "an engine does the same itself: start with torchrun or python",
         "fsdp": "an engine shards the states over ranks itself: start with torchrun",

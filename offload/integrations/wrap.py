@@ -17,6 +17,7 @@ from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten, warn
 from offload.integrations.optimizer import OffloadOptimizer, keep_generators
 from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
+from offload.layout.planes import DTYPES
 from offload.machine.limits import memory
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings
@@ -118,6 +119,8 @@ class WrappedOptimizer(OffloadOptimizer):
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
                 state[numbers[name]] = {key: _as_given(value, engine.model, name) for key, value in moments.items()}
         torch_state, start = super().state_dict(), 0
+        if scale := engine.loss_scale.state_dict():
+            torch_state["loss_scale"] = scale
         for group, names in zip(torch_state["param_groups"], self._names, strict=True):
             group["params"] = list(range(start, start := start + len(names)))
         return torch_state | {"state": state}
@@ -145,6 +148,7 @@ class WrappedOptimizer(OffloadOptimizer):
             value.copy_(masters[name])
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
+        self.engine.loss_scale.load_state_dict(state_dict.get("loss_scale", {}))
         self._resume(int(state_dict.get("updates", max((int(s.get("step", 1)) for s in states.values()), default=0))))
 
     def load(self, folder: Path) -> None:
@@ -191,9 +195,7 @@ def engage(
     states = {}
     if old is not None and is_taken_over:
         states = {names[id(p)]: _local_states(state, p) for p, state in old.state.items() if id(p) in names}
-    defaults = {"max_grad_norm": None, "precision": "fp32"}  # the loop clips
-    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
-        defaults["precision"] = "bf16"
+    defaults = {"max_grad_norm": None, "precision": own_precision(model)}  # the loop clips
     # The engine puts other parameter objects into the model.
     with _regroup_parameters(model, old):
         engine = open_engine(model, rule, defaults | settings)
@@ -213,6 +215,12 @@ def engage(
         # The engine has the states: a second copy would take as much memory again.
         old.state.clear()
     return own
+
+
+def own_precision(model: nn.Module) -> str:
+    """Return the precision for the weights of a model, of which some may be kept in fp32: norms, for example."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return next((name for name in ("bf16", "fp16") if DTYPES[name] in dtypes), "fp32")
 
 
 def _local_states(state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
@@ -284,12 +292,6 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             f"offload has {min(unknown)!r}, which is not a setting of an engine: see help(offload.Engine)."
         )
     placement = Placement.of(options.pop("placement", None) or Placement())
-    half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
-    if half is not None:
-        raise ConfigError(
-            f"{half} is float16, whose loss scale a loop of your own does not have: load the model with "
-            "dtype=torch.bfloat16, or float32."
-        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # Trials of the engine draw numbers, and the loop must see the same batches as without an engine.
     with keep_generators(torch.device(options.get("device") or device)):

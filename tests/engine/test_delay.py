@@ -35,7 +35,11 @@ class Late(Reference):
         if self.number >= self.delay_after:
             self.before = {name: master.clone() for name, master in self.masters.items()}
         self.number += 1
-        return super().update()
+        num_skipped = len(self.skipped)
+        norm = super().update()
+        if len(self.skipped) > num_skipped:
+            catch_up(self)
+        return norm
 
     def _show(self, name: str) -> None:
         newest = self.masters

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import LOMO, SGD, Adafactor, AdamW, Engine, Lion, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
@@ -26,6 +27,7 @@ from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states, updating_device
 from tests.engine.ranks import run
 from tests.engine.reference import Reference
+from tests.engine.test_delay import Late
 from tests.matrix import quick
 
 NUM_STEPS, SPIKE = 12, 2
@@ -136,6 +138,18 @@ def test_micro_batches_have_the_scales_of_the_whole_batch(rows: int) -> None:
     assert_same(others, masters, within=1e-2)
 
 
+@pytest.mark.usefixtures("often")
+def test_updates_one_step_late_have_the_bits_of_plain_pytorch() -> None:
+    """A skipped step makes none late: the next one computes with the newest weights."""
+    settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5}
+    reference = Late(build(Stack), RULE, **settings)
+    with Engine(build(Stack), RULE, Placement(**PLACES["cpu"]), delay=1, **settings) as engine:
+        for number, (found, wanted) in enumerate(zip(steps_of(engine), of_plain_pytorch(reference), strict=True)):
+            assert found == wanted, number
+            assert_weights(engine, reference, when=f"after step {number}")
+    assert SPIKE in reference.skipped
+
+
 def test_a_skipped_step_moves_nothing_but_the_scale() -> None:
     with Engine(build(Stack), RULE, precision="fp16") as engine:
         list(steps_of(engine, range(SPIKE)))
@@ -185,9 +199,14 @@ def _on_rank(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
         loss_fn = Spiking()
         found = []
         with Engine(build(Stack), RULE, precision="fp16", zero_stage=stage, comm=comm) as engine:
-            for number in range(4):
-                loss_fn.step = number if comm.rank == 1 else -1
-                result = engine.step(words(10 * number + comm.rank, rows=2), loss_fn=loss_fn)
+            for number in range(8):
+                loss_fn.step = number % 4 if comm.rank == 1 else -1
+                batch = words(10 * number + comm.rank, rows=2)
+                if number < 4:
+                    result = engine.step(batch, loss_fn=loss_fn)
+                else:  # a script's loop
+                    engine.backward(loss_fn(engine.model(batch["x"]), batch) / 2)
+                    result = engine.update()
                 found.append((result.loss.item(), result.loss_scale, result.skipped))
             return found, weights(engine)
 
@@ -199,7 +218,8 @@ def test_ranks_agree_on_the_scale_and_on_skipped_steps(stage: int) -> None:
     assert_same(others, masters)
     assert [(scale, skipped) for _, scale, skipped in one] == [
         *[(2.0**16, number == SPIKE) for number in range(3)],
-        (2.0**15, False),
+        *[(2.0**15, number == 4 + SPIKE) for number in range(3, 7)],
+        (2.0**14, False),
     ]
 
 
@@ -283,9 +303,101 @@ def test_what_fp16_cannot_do_is_refused(settings: dict[str, Any], text: str) -> 
         Engine(build(Stack), **settings, precision="fp16")
 
 
-def test_own_loops_are_refused() -> None:
-    with Engine(build(Stack), precision="fp16") as engine:
-        with pytest.raises(ConfigError, match=r"without the loss scale.*precision='fp32'"):
-            engine.backward(torch.ones(()))
-        with pytest.raises(ConfigError, match=r"without the loss scale.*precision='fp32'"):
-            engine.model(words()["x"])
+# -- own loops -----------------------------------------------------------------------------------------------
+
+
+def own_step(engine: Engine, number: int, reads: bool) -> tuple[Any, ...]:
+    """Take a step: two backwards, one by each way. Return (loss, norm, scale, skipped), and gradients if `reads`."""
+    loss_fn, model = Spiking(), engine.model
+    loss_fn.step = number
+    (first, second), gradients = (words(2 * number), words(2 * number + 1)), {}
+    (loss_fn(checkpoint(model, first["x"], use_reentrant=False), first) / 2).backward()
+    loss = loss_fn(model(second["x"]), second) / 2
+    engine.backward(loss)
+    if reads:
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    result = engine.update()
+    norm = result.grad_norm if math.isfinite(result.grad_norm) else -1.0
+    return loss.item(), norm, result.loss_scale, result.skipped, gradients
+
+
+def own_step_of_plain_pytorch(reference: Reference, number: int, reads: bool) -> tuple[Any, ...]:
+    loss_fn = Spiking()
+    loss_fn.step = number
+    scale, gradients = float(reference.scale), {}
+    for batch in (words(2 * number), words(2 * number + 1)):
+        loss = loss_fn(reference.model(batch["x"]), batch) / 2
+        loss.backward(torch.full_like(loss, scale))
+        reference.collect()
+    if reads:
+        gradients = {name: total.half().float() / scale for name, total in reference._sums.items()}
+    norm = reference.update()
+    return loss.item(), norm if math.isfinite(norm) else -1.0, scale, number in reference.skipped, gradients
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.filterwarnings("ignore:gradients with several contributions are summed in host memory")
+@pytest.mark.parametrize(
+    ("place", "reads"),
+    quick([(place, reads) for place in PLACES for reads in (False, True)], [("cpu", True), ("nvme", False)]),
+)
+def test_own_loops_have_the_bits_of_plain_pytorch(place: str, reads: bool, tmp_path: Path) -> None:
+    """Also after a resume. Gradients that are read have no scale."""
+    settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5}
+    reference = Reference(build(Stack), RULE, **settings)
+    placement = Placement(**PLACES[place], nvme_dir=str(tmp_path))
+    for numbers in (range(SPIKE + 2), range(SPIKE + 2, NUM_STEPS)):
+        with Engine(build(Stack), RULE, placement, **settings) as engine:
+            reference.update_on(updating_device(engine))
+            if numbers.start:
+                engine.load_checkpoint(tmp_path / "saved")
+            for number in numbers:
+                *found, gradients = own_step(engine, number, reads)
+                *wanted, theirs = own_step_of_plain_pytorch(reference, number, reads)
+                assert found == wanted, number
+                assert_weights(engine, reference, when=f"after step {number}")
+                assert_same(gradients, {name: theirs[name] for name in gradients})
+            engine.save_checkpoint(tmp_path / "saved")
+    assert SPIKE in reference.skipped
+
+
+def loss_of_parts(model: Any, gain: nn.Parameter, short: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Call the parts, with the script's parameter between. Return its loss, and a tensor from inside a block."""
+    kept: list[Tensor] = []
+    handle = model.blocks[1].up.register_forward_hook(lambda _module, _inputs, result: kept.append(result))
+    h = (model.embedding(words()["x"]).float() * gain).to(short)
+    for block in model.blocks:
+        h = block(h)
+    handle.remove()
+    return cross_entropy(model.head(h), words()), kept[-1].float().square().mean()
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+def test_gradients_outside_of_the_model_are_without_the_scale(at_root: bool) -> None:
+    reference = Reference(build(Stack), RULE, precision="fp16")
+    gain, theirs = (nn.Parameter(torch.full((), 1.25, device=own_device())) for _ in range(2))
+    loss, kept = loss_of_parts(reference.model, theirs, torch.float16)
+    if at_root:
+        loss = loss + kept
+    loss.backward(torch.full_like(loss, float(reference.scale)))
+    reference.collect()
+    with Engine(build(Stack), RULE, precision="fp16") as engine:
+        reference.update_on(updating_device(engine))
+        found, kept = loss_of_parts(engine.model, gain, torch.float32)
+        if at_root:
+            found = found + kept
+            engine.backward(found)
+        else:
+            found.backward()
+        assert (found, gain.grad) == (loss, theirs.grad / reference.scale.to(own_device()))
+        result = engine.update()
+        assert (result.grad_norm, result.loss_scale) == (reference.update(), 2.0**16)
+        assert_weights(engine, reference)
+
+
+def test_a_gradient_that_would_miss_the_scale_is_refused() -> None:
+    with Engine(build(Stack), RULE, precision="fp16") as engine:
+        loss, kept = loss_of_parts(engine.model, nn.Parameter(torch.ones((), device=own_device())), torch.float32)
+        with pytest.raises(ConfigError, match=r"inside unit blocks.1.*engine.backward\(loss\)"):
+            (loss + kept).backward()

@@ -31,7 +31,7 @@ from tests.integrations.plain import (
 needs("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import ProjectConfiguration  # noqa: E402
+from accelerate.utils import GradScalerKwargs, ProjectConfiguration  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 
@@ -301,8 +301,7 @@ def over_all(model: Any) -> Any:
     ("model", "optimizer", "how", "told"),
     [
         (lambda: llama().to("meta"), over_all, {}, "embed_tokens.weight is on the device 'meta'"),
-        (lambda: llama().half(), over_all, {}, "embed_tokens.weight is float16, .* dtype=torch.bfloat16"),
-        (llama, over_all, {"mixed_precision": "fp16", "offload": {}}, "mixed_precision='fp16'"),
+        (llama, over_all, {"kwargs_handlers": [GradScalerKwargs(init_scale=1.0)]}, "GradScalerKwargs.*own loss scale"),
         (llama, over_all, {"project_config": EACH_NODE}, "save_on_each_node.*a folder shared by all machines"),
         (llama, lambda _: over_all(llama()), {}, "not with the model that they train"),
         (

@@ -271,6 +271,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"not fp32 \(AdamW with bf16 states\): optimizer.save\(folder\)",
     ),
     "forwards alone": (wrapped(print, lambda _: offload.MeZO(lr=0.1)), r"call engine.step\(batch, loss_fn\)"),
+    "a GradScaler": (
+        wrapped(lambda _, o: torch.amp.GradScaler("cpu").step(o), precision="fp16"),
+        r"a loss scale of its own \(65536 now\).*Leave the GradScaler out",
+    ),
     "a clip of some": (wrapped(lambda m, o: o.clip_grad_norm_([m[0].weight], 1.0)), "clips all 3 trainable parameters"),
     "a clip to another norm": (wrapped(lambda m, o: o.clip_grad_norm_(m.parameters(), 1.0, 1)), "norm_type=1"),
 }

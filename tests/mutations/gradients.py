@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from offload.engine.loss import parts as losses
 from offload.engine.units import keep
 from offload.engine.units.traits import Rows
 from offload.extras.quant.codecs import IntegerCodec
+from offload.integrations.optimizer import OffloadOptimizer
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece
 from tests.mutations import enter_as, mutation, replaced
@@ -225,8 +225,31 @@ def norm_with_the_loss_scale(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_fp16.py")
 def sums_of_gradients_not_rounded_to_fp16(patch: pytest.MonkeyPatch) -> None:
-    squares = norms._squares
-    patch.setattr(norms, "_squares", lambda region, *rest: squares(replace(region, compute="fp32"), *rest))
+    patch.setattr(norms, "_round_fp16", lambda region, flat: None)
+
+
+# A script divides its learning rate, or clips, by gradients that are 65536 times as large.
+enter_as(
+    "gradients-read-with-the-loss-scale",
+    replaced(Updates, "take_scale", lambda self: 1.0),
+    "tests/engine/test_fp16.py",
+)
+# The script's gradients enter the model as they are, or leave it with the scale.
+enter_as(
+    "loss-scale-not-at-the-border",
+    replaced(DynamicScale, "_at_border", 1.0),
+    "tests/engine/test_fp16.py",
+)
+enter_as(
+    "loss-scale-in-gradients-of-the-script",
+    replaced(DynamicScale, "_without_scale", lambda self, gradients: gradients),
+    "tests/engine/test_fp16.py::test_gradients_outside_of_the_model_are_without_the_scale",
+)
+enter_as(
+    "schedule-moves-in-a-skipped-step",
+    replaced(OffloadOptimizer, "step_was_skipped", False),
+    "tests/integrations/test_fp16.py",
+)
 
 
 # A resumed run begins with the scale of a first step.

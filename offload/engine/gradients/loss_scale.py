@@ -4,7 +4,10 @@ arXiv:1710.03740). The update divides by the factor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
 
 from offload.doors import Door
 from offload.errors import ConfigError, NonFiniteError
@@ -40,8 +43,25 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take over the state from a checkpoint; other keys are ignored."""
 
-    def check_own_loop(self) -> None:
-        """Raise ConfigError if a loop with its own calls of `loss.backward()` would train without the scale."""
+    # -- loops of scripts ------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> None:  # noqa: ARG002
+        """Run the backward of a script's loss. `is_weight`: True for weights of the model in a graph."""
+        loss.backward()
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an argument of a script's call for the model. Its gradient has no scale outside the model."""
+        return tensor
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result of such a call for the script. Its gradient has the scale inside the model."""
+        return tensor
+
+    def check_kept(self, unit: str) -> None:
+        """Raise ConfigError if a script's gradient of a tensor that it took out of a unit would have no scale."""
+
+    def check_scaler(self) -> None:
+        """Raise ConfigError if a `torch.amp.GradScaler` of a script would be a second scale."""
 
 
 class DynamicScale(LossScale):
@@ -53,6 +73,8 @@ class DynamicScale(LossScale):
         self.value = FIRST
         self._num_finite = 0
         """Steps since the last change."""
+        self._is_at_root = False
+        """The loss of the present backward has the scale, and so has each gradient."""
 
     def adjust(self, is_finite: bool) -> None:
         """Choose the next value after a step. Raises NonFiniteError if no scale helps."""
@@ -78,11 +100,76 @@ class DynamicScale(LossScale):
         self.value = float(state.get("loss_scale", FIRST))
         self._num_finite = int(state.get("finite_steps", 0))
 
-    def check_own_loop(self) -> None:
+    def backward(self, loss: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> None:
+        """Run the backward from a scaled loss. The script's own parameters in the graph get gradients without scale."""
+        leaves = [node for node in _leaf_nodes(loss) if not is_weight(node.variable)]
+        handles = [node.register_prehook(self._without_scale) for node in leaves]
+        self._is_at_root = True
+        try:
+            loss.backward(torch.full_like(loss, self.value))
+        finally:
+            self._is_at_root = False
+            for handle in handles:
+                handle.remove()
+
+    def _without_scale(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient / self.value for gradient in gradients)
+
+    @property
+    def _at_border(self) -> float:
+        if self._is_at_root:
+            return 1.0
+        return self.value
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the argument in fp16. The scale leaves its gradient in fp32."""
+        wide = _wide_copy(tensor)
+        wide.register_hook(lambda gradient: gradient / self._at_border)
+        if wide.is_complex():
+            return wide
+        return wide.to(torch.float16)
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the result in fp32, as from the autocast of accelerate: without the scale, a gradient from the script
+        is below the range of fp16.
+        """
+        wide = _wide_copy(tensor)
+        wide.register_hook(lambda gradient: gradient * self._at_border)
+        return wide
+
+    def check_kept(self, unit: str) -> None:
+        if not self._is_at_root:
+            raise ConfigError(
+                f"the loss depends on a tensor from inside unit {unit} that a hook or an attribute holds, and "
+                "loss.backward() scales only what the model returns: call engine.backward(loss) (in a loop over "
+                "offload.wrap, optimizer.engine.backward(loss)), or return the tensor from the model."
+            )
+
+    def check_scaler(self) -> None:
         raise ConfigError(
-            "precision is fp16, and a training loop of your own calls loss.backward() without the loss scale that fp16 "
-            "needs: call engine.step(batch), or compute in fp32 or bf16 (precision='fp32')."
+            f"a GradScaler steps an optimizer whose engine computes in fp16, with a loss scale of its own "
+            f"({self.value:g} now): two scales would multiply. Leave the GradScaler out, or make it with "
+            "enabled=False; call loss.backward() and optimizer.step(). optimizer.step_was_skipped tells of a skipped "
+            "step."
         )
+
+
+def _leaf_nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of leaves in the graph of a loss."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [edge for edge, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            yield node
+
+
+def _wide_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in fp32 or a wider dtype. Not the tensor itself: its gradient is also that of other uses."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 LOSS_SCALES: Door[type[LossScale]] = Door("loss scale", {"fp32": LossScale, "bf16": LossScale, "fp16": DynamicScale})

@@ -106,6 +106,7 @@ class Measures:
         touched = self.touched[region.index]
         if all(piece in self._known for piece, has in zip(region.pieces, touched, strict=True) if has):
             return None
+        _round_fp16(region, flat)
         squares = _squares(region, flat, slice(0, region.numel))
         if squares.is_cpu:
             self._note(region, squares.tolist())
@@ -130,6 +131,7 @@ class Measures:
         buffer, touched = self._buffers[region.index], self.touched[region.index]
         # Numbers, to exchange flags with the squares: a sum above 0 means a gradient on some rank.
         flags = buffer[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
+        _round_fp16(region, shard)
         squares = _squares(region, shard, self._store.sharding.piece(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
         if not agrees:
@@ -177,14 +179,15 @@ class Measures:
                 self.squares[piece] = float(value)
 
 
-def _squares(region: Region, flat: torch.Tensor, span: slice) -> Any:
-    """Return the fp64 square sum for each piece, on the device with `flat`.
-
-    `flat`: the `span` of a region. fp32 sums of gradients in fp16 are rounded in place.
-    """
-    if region.compute == "fp16" and flat.dtype == torch.float32:  # a sum too large for fp16 must show as infinite
+def _round_fp16(region: Region, flat: torch.Tensor) -> None:
+    """Round fp32 sums of gradients in fp16 in place: a sum too large for fp16 must show as infinite."""
+    if region.compute == "fp16" and flat.dtype == torch.float32:
         for part in flat.split(_PART):
             part.copy_(part.to(region.dtype))
+
+
+def _squares(region: Region, flat: torch.Tensor, span: slice) -> Any:
+    """Return the fp64 square sum for each piece, on the device with `flat`, the `span` of a region."""
     offsets, sizes = _clip_pieces(tuple(region.offsets), tuple(region.sizes), span.start, span.stop)
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)

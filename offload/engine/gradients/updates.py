@@ -177,7 +177,15 @@ class Updates:
         """Wait for the gradients and return their norm over all ranks, without the loss scale. Collective."""
         self._flow.finish()
         norm = total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
-        return norm / self.loss_scale.value
+        return norm * self.tiles.settings.unscale
+
+    def take_scale(self) -> float:
+        """Return the factor that makes the step's gradients those of the loss. The caller multiplies them by it: norm
+        and update do so no more.
+        """
+        factor = self.tiles.settings.unscale
+        self.tiles.settings = self.tiles.settings._replace(unscale=1.0)
+        return factor
 
     def steer(self, lr: float, max_norm: float | None) -> None:
         """Set the learning rate and, if given, the clipping norm (0: no clipping) for this step.

@@ -170,7 +170,6 @@ class Backward(Method):
         self._splits = self._settings.splits
 
     def own_loop(self) -> Backward:
-        self._host.updates.loss_scale.check_own_loop()
         return self
 
     def step(self, inputs: PassInputs) -> StepResult:

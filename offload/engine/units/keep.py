@@ -269,7 +269,10 @@ class InputsAndTensors(Inputs):
     def check_gradients(self, gradients: GradientTensors) -> None:
         # The gradients of kept tensors come last, as in `UnitCall.forward`.
         of_kept = zip(self._kept, gradients[len(gradients) - len(self._kept) :], strict=True)
-        if any(number in self._views and gradient is not None for number, gradient in of_kept):
+        used = [number for number, gradient in of_kept if gradient is not None]
+        if used and not self._runner.is_engine_call:
+            self._runner.loss_scale.check_kept(self.unit.name)
+        if not self._views.isdisjoint(used):
             raise ConfigError(
                 f"unit {self.unit.name} keeps a view of its weights outside, and the view was used in a loss, but the "
                 "weights leave the device. Keep a copy (.clone()), or compute inside the unit and return the result."

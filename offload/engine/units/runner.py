@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.loss_scale import LossScale
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
@@ -63,6 +64,7 @@ class UnitRunner:
         saved: SavedInputs,
         units: Sequence[Unit],
         *,
+        loss_scale: LossScale,
         seed: int,
         comm: Comm,
     ) -> None:
@@ -70,6 +72,7 @@ class UnitRunner:
         self.device = device
         self.slots = slots
         self.gradients = gradients
+        self.loss_scale = loss_scale
         self._lanes = lanes
         self._executor = executor
         self._ahead = RunAhead(device)

@@ -24,6 +24,7 @@ import torch
 
 from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.loss_scale import LossScale
 from offload.engine.gradients.rank_sums import ReduceScatter
 from offload.engine.gradients.transfer import Gradients, Measure
 from offload.engine.units.arguments import Arguments, deliver_result, find_collectors, receive_call
@@ -162,8 +163,9 @@ class _Server:
     def __init__(self, host: Host, settings: Settings) -> None:
         self._host = host
         parts = host.device, host.lanes, host.slots, host.executor, host.gradients, host.runner.saved
-        # One rank without peers agrees with nobody. Uses are not counted: the rows of all ranks are one use.
-        self.runner = UnitRunner(*parts, host.units, seed=settings.seed, comm=Comm())
+        # One rank without peers agrees with nobody. Uses are not counted: the rows of all ranks are one use. The scale
+        # of a loss is that of the rank with the loss.
+        self.runner = UnitRunner(*parts, host.units, loss_scale=LossScale(), seed=settings.seed, comm=Comm())
         self._calls: dict[tuple[str, int], UnitCall] = {}
 
     def begin(self) -> None:
