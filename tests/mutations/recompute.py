@@ -17,7 +17,7 @@ from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.masked_attention import MaskedAttention
 from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.extras.adapters import merge
-from offload.extras.large import tiles
+from offload.extras.large import kept_products, tiles
 from offload.extras.large.streamed_experts import StreamedExperts
 from offload.extras.quant.codecs import IntegerCodec
 from offload.tiers.slots import Slots
@@ -121,6 +121,11 @@ def kept_products_in_another_order(patch: pytest.MonkeyPatch) -> None:
 def products_with_least_work_kept_first(patch: pytest.MonkeyPatch) -> None:
     by_worth = recompute_policy._by_worth
     patch.setattr(recompute_policy, "_by_worth", lambda *parts: by_worth(*parts)[::-1])
+
+
+@mutation("tests/engine/test_kept_products.py::test_blocks_with_habits_are_bit_equal")
+def output_that_a_gradient_reads_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept_products.Recorder, "other", lambda *_: None)
 
 
 @mutation("tests/contracts/test_contracts.py")

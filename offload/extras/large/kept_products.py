@@ -23,9 +23,11 @@ from offload.extras.large.document_operation import OPERATION
 from offload.machine.hardware import ATTENTION_SHARE
 from offload.planning.settings import Settings
 
+_MATRIX_PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+)
 _NAMES = (
-    *("mm", "addmm", "bmm", "baddbmm", "linear"),
-    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    *_MATRIX_PRODUCTS,
     *(
         f"_scaled_dot_product_{kind}"
         for kind in (
@@ -39,6 +41,8 @@ _NAMES = (
     *("_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"),
 )
 _TENSOR = object()
+_SUMS = frozenset((torch.ops.aten.add, torch.ops.aten._unsafe_view))
+"""Operations, beside views, whose gradient reads no values."""
 # Versions of torch lack some of the names.
 _OPERATIONS = frozenset(
     [OPERATION, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
@@ -55,11 +59,16 @@ class _Call(NamedTuple):
 
 
 class Recorder:
-    """Collects the product outputs in call order. An output changed in place later is copied before the change."""
+    """Collects the product outputs in call order. An output changed in place later is copied before the change.
+
+    The output of a last matrix product, with sums and views alone behind it, is read by no gradient: a number in its
+    shape stands for it. torch's checkpoints end before this product too (`early_stop`).
+    """
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.products: list[Product] = []
+        self._is_last_read = True  # False since a matrix product with sums and views alone behind it
         self._places: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
 
     def product(self, operation: Any, compute: Callable[[], Any], inner: float) -> Any:
@@ -75,7 +84,21 @@ class Recorder:
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.calls.append(_Call(operation, structure, others))
         self.products.append(Product(outputs, inner * outputs[0].numel()))
+        name = getattr(getattr(operation, "overloadpacket", None), "__name__", "")
+        # Without a graph, the product is in an autograd function of its own, whose backward may read the output.
+        self._is_last_read = name not in _MATRIX_PRODUCTS or not torch.is_grad_enabled()
         return result
+
+    def other(self, is_sum: bool) -> None:
+        """Note an operation that is no product. `is_sum`: its gradient reads no values."""
+        self._is_last_read |= not is_sum or not torch.is_grad_enabled()
+
+    def finish(self) -> list[Product]:
+        """Return all products."""
+        if not self._is_last_read:
+            last = self.products[-1]
+            last.outputs = [t.new_zeros(()).expand(t.shape) for t in last.outputs]
+        return self.products
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Copy the outputs in this tensor's memory, because an operation is about to change it."""
@@ -112,6 +135,9 @@ class _Replay:
                 leaves[place] = output.detach()  # autograd marks the returned object
         return tree_unflatten(leaves, call.structure)
 
+    def other(self, is_sum: bool) -> None:
+        """Do nothing: the forward has told."""
+
     def before_write(self, tensor: torch.Tensor) -> None:
         """Do nothing: each output is returned once."""
 
@@ -125,7 +151,7 @@ class _ProductMode(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_product, written, draws, causal = _kind(func)
+        is_product, is_sum, written, draws, causal = _kind(func)
         for place in written:  # before the operation: afterwards the kept values would be lost
             for tensor in tree_iter(_argument(place, args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
@@ -133,6 +159,7 @@ class _ProductMode(WatchingMode):
         if is_product and not any(_argument(place, args, kwargs) for place in draws):
             is_causal = func.overloadpacket is OPERATION or any(_argument(place, args, kwargs) for place in causal)
             return self._tape.product(func, partial(func, *args, **kwargs), _inner(func, args, is_causal))
+        self._tape.other(is_sum)
         return func(*args, **kwargs)
 
 
@@ -143,9 +170,19 @@ class _Place(NamedTuple):
     name: str
 
 
+class _Kind(NamedTuple):
+    """An operation: a product, or a sum or view, and the places for written tensors, dropout and the causal flag."""
+
+    is_product: bool
+    is_sum: bool
+    written: Sequence[_Place]
+    draws: Sequence[_Place]
+    causal: Sequence[_Place]
+
+
 @cache
-def _kind(func: Any) -> tuple[bool, Sequence[_Place], Sequence[_Place], Sequence[_Place]]:
-    """Return whether an operation is a product, and places: changed arguments, dropout's probability, the causal flag.
+def _kind(func: Any) -> _Kind:
+    """Return the kind of an operation.
 
     Attention with dropout is computed again, because later operations need the same random state. Cached, because torch
     builds a schema at each read.
@@ -154,7 +191,9 @@ def _kind(func: Any) -> tuple[bool, Sequence[_Place], Sequence[_Place], Sequence
     written = [place for place, each in places if each.alias_info is not None and each.alias_info.is_write]
     draws, causal = ([place for place, _ in places if place.name == name] for name in ("dropout_p", "is_causal"))
     # A product into given memory (out=) makes no output to keep.
-    return func.overloadpacket in _OPERATIONS and not written, written, draws, causal
+    is_product = func.overloadpacket in _OPERATIONS and not written
+    is_sum = (func.is_view or func.overloadpacket in _SUMS) and not written
+    return _Kind(is_product, is_sum, written, draws, causal)
 
 
 def _argument(place: _Place, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -201,10 +240,11 @@ class ProductsForward:
         with _ProductMode(recorder):
             result = self._forward(*args, **kwargs)
         self.tape = self._recorder()  # no reference to the outputs: `KeptOutputs` decides how long they stay
-        self._keep(recorder.products)
-        pairs = zip(recorder.calls, recorder.products, strict=True)
+        products = recorder.finish()
+        self._keep(products)
+        pairs = zip(recorder.calls, products, strict=True)
         self._calls = [call._replace(is_kept=bool(product.outputs)) for call, product in pairs]
-        for product in recorder.products:
+        for product in products:
             for output in product.outputs:
                 self._outputs.record(output, copies=False)
         return result

@@ -35,8 +35,8 @@ _SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
 _PRODUCT_SHARES = (0.1, 0.25, 0.5, 1.0)
-"""Shares of the product outputs offloaded to the host. Those that spare most for a byte come first: in a Llama
-block the outputs of attention and of the last product, a sixth of the bytes.
+"""Shares of the product outputs offloaded to the host. Those that spare most for a byte come first: attention, a tenth
+of the bytes in a Llama block.
 """
 _MIN_GAIN = 0.02
 """Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
