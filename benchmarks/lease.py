@@ -347,7 +347,6 @@ RUN: Mapping[str, Callable[[Check], str]] = {
     "host": host,
     "kernels": kernel_rates,
     "steady-8b": partial(EIGHT, tokens=(32768, 32768, 131072), compiles=("never",), spare_cores=(0, 2)),
-    "decode": decode,
     "steady-8b-compiled": partial(EIGHT, tokens=(32768,), compiles=("auto",)),
     "steady-3b": partial(steady, name="3b", tokens=(16384,), compiles=("never", "auto"), placement=AUTO),
 }

@@ -1,8 +1,7 @@
-"""Forecasts for models, cards and hosts of common sizes: the page of plans, the tables of the README, published speeds.
+"""Forecasts for models, cards and hosts of common sizes: the page of plans, and the tables of the README.
 
 python -m benchmarks.plan_tables models > docs/plans.md                           # seconds a plan
 python -m benchmarks.plan_tables readme --out benchmarks/results/readme.json      # minutes; then python docs/make.py
-python -m benchmarks.plan_tables published > benchmarks/results/published.md      # minutes
 
 Plans are for all parameters, with AdamW and clipping, in rows of 4096 tokens, by the described machines
 (`offload/extras/plan/described/`). Shapes are presets (`offload/app/config/presets.py`); nothing is downloaded. One row
@@ -20,8 +19,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
 SUMMARY = "forecasts for models, cards and hosts of common sizes"
-QUICK = {"models": ["Llama-3.1-8B", "Qwen2.5 14B"]}
+QUICK = {"models": ["Llama-3.1-8B"]}
 SEQUENCE = 4096
 SYSTEM_GIB = 4
 """Host memory left to the system."""
@@ -221,137 +219,7 @@ def on_the_host(forecaster: Forecaster, option: Mapping[str, Any]) -> dict[str, 
     return {"host": held["host"], "disk": held["disk"]}
 
 
-# -- published speeds ----------------------------------------------------------------------------------------
-
-PUBLISHED_MICRO_ROWS = (8, 4, 2, 1)
-PASSES = (4, 16)
-"""Pass counts for the largest micro-batch."""
-_QWEN = PRESETS["qwen3-14b"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
-
-
-def _qwen(hidden: int, inner: int, layers: int, heads: int, shared: int) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    return _QWEN | sizes | {"num_attention_heads": heads, "num_key_value_heads": shared}
-
-
-PUBLISHED_SHAPES = {
-    "Llama 3.1 8B": PRESETS["llama-3.1-8b"],
-    "Qwen2.5 7B": _qwen(3584, 18944, 28, 28, 4),
-    "Qwen2.5 14B": _qwen(5120, 13824, 48, 40, 8),
-}
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published speed: project and source, model, GPU as described, host GiB for the plan, tokens of a step, and the
-    published tokens a second (None: for other token counts).
-    """
-
-    who: str
-    model: str
-    gpu: str
-    host_gib: int
-    tokens: int
-    tokens_per_second: int | None
-
-
-PUBLISHED = (
-    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, 914),
-    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 16384, 1373),
-    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 32768, 1791),
-    Published("–", "Llama 3.1 8B", "rtx-4090", 256, 65536, None),
-    Published("–", "Llama 3.1 8B", "rtx-4090", 256, 131072, None),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, 524288, 2777),
-    Published("–", "Llama 3.1 8B", "h100", 512, 16384, None),
-    Published("MegaTrain [c]", "Qwen2.5 7B", "h100", 512, 32768, 5950),
-    Published("–", "Llama 3.1 8B", "h100", 512, 32768, None),
-    Published("–", "Llama 3.1 8B", "h100", 512, 131072, None),
-    Published("–", "Qwen2.5 14B", "h100", 512, 131072, None),
-    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, 524288, 6320),
-)
-COLUMNS: tuple[Mapping[str, str], ...] = (
-    {"train.compile": "never"},
-    {"train.compile": "auto"},
-    {"train.compile": "auto", "train.matmul": "fp8_rowwise"},
-)
-"""Settings of a plan in each column."""
-PUBLISHED_HEAD = """# Published rows beside our plans
-
-Made by `python -m benchmarks.plan_tables published > benchmarks/results/published.md`. Ours are forecasts, not
-measurements: AdamW with fp32 states and split fp32 masters, bf16, clipping, rows of 4096 tokens, everything else
-`auto`, by the described machines (`offload/extras/plan/described/`), with as much host memory as said. The share is of
-the products that the GPU could make in bf16. In brackets: passes (`train.passes`), if several, and micro-batch. An
-eager plan keeps the outputs of products (`train.recompute products`) where this is faster. FP8 is
-`train.matmul fp8_rowwise`.
-"""
-PUBLISHED_TITLES = (
-    "published by",
-    "model",
-    "GPU, host",
-    "tokens a step",
-    "theirs, tokens/s",
-    "ours, eager",
-    "ours, compiled",
-    "compiled, FP8",
-)
-PUBLISHED_NOTES = """
-What they do that we do not:
-
-- [a] DeepSpeed, full training on one GPU, as others printed it; its rows lie on a line of 5.85 s and 0.38 ms a token.
-  Nothing that we do not do: its update comes after the backward, and each micro-batch fetches the weights again.
-- [b] [LLMQ](https://arxiv.org/abs/2512.15306): own kernels for everything beside products, each with the cast to FP8;
-  weight gradients in FP8; moments and masters in bf16 with stochastic rounding; a choice of what is recomputed; a few
-  families.
-- [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
-  beside its figure; ours are for 32,768.
-
-Full recomputation leaves three quarters of the products, so a plan in bf16 without kept graphs ends at 75 %. Kept
-graphs may wait on the host, and several passes divide their memory.
-"""
-
-
-def published_page(models: list[str] | None, folder: Path) -> harness.Page:
-    """Return the page with speeds that other projects publish, beside our plans."""
-    forecasters = forecasters_of(folder, PUBLISHED_SHAPES, {"data.sequence_length": SEQUENCE})
-    rows = []
-    for row in PUBLISHED:
-        if models is None or row.model in models:
-            rows.append(published_row(forecasters[row.model], row))
-            say(" | ".join(rows[-1]))
-    lines = [PUBLISHED_HEAD, harness.table(PUBLISHED_TITLES, *rows), PUBLISHED_NOTES]
-    return harness.Page("\n".join(lines), {"rows": rows})
-
-
-def published_row(forecaster: Forecaster, row: Published) -> list[str]:
-    """Return the cells of one row: the fastest plan for each column."""
-    machine = read_machine(row.gpu)
-    hardware = machine.with_(host_bytes=row.host_gib << 30)
-    plans = [fastest(forecaster, hardware, published_changes(row, settings)) for settings in COLUMNS]
-    theirs = "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,}"
-    where = f"{machine.name}, {row.host_gib} GiB"
-    return [row.who, row.model, where, f"{row.tokens:,}", theirs, *map(published_cell, plans)]
-
-
-def published_changes(row: Published, settings: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the plans to try: micro-batches in one pass, and the largest one in several passes."""
-    rows, most = row.tokens // SEQUENCE, PUBLISHED_MICRO_ROWS[0]
-    choices = [(size, 1) for size in PUBLISHED_MICRO_ROWS if size <= rows]
-    choices += [(most, passes) for passes in PASSES if passes * most <= rows]
-    for micro_rows, passes in choices:
-        sizes = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.passes": passes}
-        yield {**sizes, **settings}
-
-
-def published_cell(found: Forecast | None) -> str:
-    """Return the table cell of a plan."""
-    if found is None or found.timing is None:
-        return "does not fit"
-    train, timing = found.config.train, found.timing
-    rows = f"{train.passes} × {train.micro_batch_size}" if train.passes > 1 else train.micro_batch_size
-    return f"{timing.tokens_per_second:,.0f} ({100 * timing.mfu:.0f} %) [{rows}]"
-
-
-TABLES = {"models": plans_page, "readme": readme_tables, "published": published_page}
+TABLES = {"models": plans_page, "readme": readme_tables}
 
 if __name__ == "__main__":
     harness.begin(sys.modules[__name__])

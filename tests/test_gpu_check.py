@@ -25,6 +25,10 @@ store(Path(sys.argv[1]), sys.argv[2], note="half of it")
 """
 
 
+QUARTER_S, START_S = 900, 120
+"""Seconds lent, and those for the start of the machine and the set-up."""
+
+
 def part(code: str, out: Path, name: str = "small") -> tuple[str, str]:
     """Run code as a part. Return (outcome, report line)."""
     words = [sys.executable, "-c", REPORTS + code, str(out), name]
@@ -123,14 +127,34 @@ def test_kernels_are_told_by_what_they_are_for() -> None:
 
 
 def test_each_part_can_be_run() -> None:
-    from benchmarks import gpu_parts, lease, lease_compared
+    from benchmarks import gpu_parts, lease, lease_compared, lease_unseen
 
-    assert set(gpu_parts.RUN | lease.RUN | lease_compared.RUN) == set(gpu_check.PARTS)
+    assert set(gpu_parts.RUN | lease.RUN | lease_unseen.RUN | lease_compared.RUN) == set(gpu_check.PARTS)
+
+
+def test_a_lease_ends_within_its_quarter_and_begins_with_what_no_card_has_shown() -> None:
+    from benchmarks import lease_unseen
+
+    for limits in gpu_check.GROUPS.values():
+        assert sum(limits.values()) <= QUARTER_S - START_S
+    first, *_ = gpu_check.LEASE_LIMITS_S
+    assert first == "unseen"
+    limit_s = gpu_check.LEASE_LIMITS_S[first]
+    assert sum(limit for limit, _ in lease_unseen.CHECKS.values()) <= limit_s - limit_s * gpu_check.TENTH
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_a_lease_measures_host_memory_kernels_and_steady_steps(tmp_path: Path) -> None:
-    results = dry_run(tmp_path / "gpu.json", "lease")
+def test_a_dry_run_of_a_lease_has_a_figure_or_a_reason_from_each_part(tmp_path: Path) -> None:
+    """Break: leave the product in FP8 to the simulated device, which refuses it."""
+    from benchmarks import lease_unseen
+
+    results = dry_run(tmp_path / "gpu.json", "lease", "lease-compared")
+    assert {each["part"] for each in results.values()} == set(gpu_check.LIMITS_S)
+    for each in results.values():
+        assert each["value"] > 0 or each["unit"] == "relative error" or each.get("reason"), each
+    of_unseen = {name: each for name, each in results.items() if each["part"] == "unseen"}
+    assert {f"{name}, whole check" for name in lease_unseen.CHECKS} <= of_unseen.keys()
+    assert [name for name, each in of_unseen.items() if each["unit"] == "refused"] == [], "a kernel has no shim"
     for name in ("8b, compile never, 32768 tokens a step", "8b, compile auto, 32768 tokens a step", "decoding nf4"):
         assert results[name]["value"] > 0
     assert results["8b, compile auto, 32768 tokens a step"]["compiled_graphs"]

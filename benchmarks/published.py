@@ -1,0 +1,293 @@
+"""Speeds that other projects publish, beside our plans for the same model, card, tokens a step and length of rows.
+
+python -m benchmarks.published > benchmarks/results/published.md            # plans the rows that lack a plan: minutes
+python -m benchmarks.published --most 0 > benchmarks/results/published.md   # the page alone, from the stored plans
+
+A plan is stored in `benchmarks/results/published.json` as soon as it is made, with the commit, so a run may be ended
+and begun again. `--again WORD` plans the rows with this word in their title once more.
+
+One row by command, here the last column of Qwen2.5 14B on an H100:
+
+offload plan --model.path Qwen/Qwen2.5-14B --hardware h100 --host-memory 508GiB --data.sequence_length 4096 \\
+    --train.tokens_per_step 524288 --train.passes 16 --train.micro_batch_size 8 --train.matmul fp8_rowwise
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from offload.app.config.command_line import say
+from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
+from offload.app.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import PARTS, apply_change, place
+from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
+
+SUMMARY = "published speeds of other projects beside our plans"
+STORED = harness.RESULTS / "published.json"
+LORA = {"lora.rank": 16, "lora.target_modules": ["q_proj", "v_proj"]}
+_DISK = {"offload.nvme_dir": ["/nvme"]}
+_STREAMED = LORA | {"offload.parameters": "cpu"}
+_QWEN = PRESETS["qwen3-14b"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, shared: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return _QWEN | sizes | {"num_attention_heads": heads, "num_key_value_heads": shared}
+
+
+SHAPES = {
+    "Llama 3.1 8B": PRESETS["llama-3.1-8b"],
+    "Qwen2.5 7B": _qwen(3584, 18944, 28, 28, 4),
+    "Qwen2.5 14B": _qwen(5120, 13824, 48, 40, 8),
+    "Qwen2.5 32B": _qwen(5120, 27648, 64, 40, 8),
+    "Qwen3 14B": PRESETS["qwen3-14b"],
+    "Qwen3 32B": PRESETS["qwen3-32b"],
+    "Qwen3 235B-A22B": PRESETS["qwen3-30b-a3b"]
+    | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536}
+    | {"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4},
+    "gpt-oss-120b": PRESETS["gpt-oss-120b"],
+}
+_MASTERS = "fp32 masters, global clip"
+_BF16 = "bf16 states"
+_STALE = "fp16 sums, stale by a step"
+_RESIDENT = "adapter, base resident"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published speed, and the machine for the plan beside it.
+
+    - who: project, with the letter of its note. "–": no published speed, our plan alone.
+    - model: name in `SHAPES`. gpu: as described. host_gib: of the machine.
+    - tokens, row_tokens: tokens of a step over all ranks, and of a row in our plan.
+    - parts: passes of our plan, and rows at a time on a GPU.
+    - theirs: tokens a second in bf16 and in FP8, as printed. "–": not printed.
+    - exact: their states and clipping.
+    - num_ranks: GPUs.
+    - settings: of our plan, by key.
+    """
+
+    who: str
+    model: str
+    gpu: str
+    host_gib: int
+    tokens: int
+    parts: tuple[int, int]
+    theirs: tuple[str, str] = ("–", "–")
+    exact: str = "–"
+    num_ranks: int = 1
+    row_tokens: int = 4096
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def adapter(self) -> str:
+        """How the plan trains, beside full training."""
+        if "lora.rank" not in self.settings:
+            return ""
+        return ", adapter" + ", base on the host" * ("offload.parameters" in self.settings)
+
+    @property
+    def title(self) -> str:
+        """The row in words, by which its plans are stored."""
+        cards = f"{self.num_ranks} x " * (self.num_ranks > 1)
+        adapter = self.adapter
+        return (
+            f"{self.who}: {self.model}{adapter}, {cards}{self.gpu}, {self.host_gib} GiB, {self.tokens} tokens in rows "
+            f"of {self.row_tokens}"
+        )
+
+
+STEP = 524288
+ROWS = (
+    Published("llmq [b]", "Qwen2.5 7B", "h100", 512, STEP, (16, 8), ("13,863", "19,194"), _BF16),
+    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, STEP, (16, 8), ("6,321", "9,364"), _BF16),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (16, 8), ("2,777", "4,328"), _BF16),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-4090", 256, STEP, (16, 8), ("1,348", "2,000"), _BF16),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5060ti-16gb", 192, STEP, (32, 4), ("889", "1,456"), _BF16),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5090", 256, STEP, (16, 8), ("3,100", "4,400"), _BF16),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-pro-6000", 256, STEP, (16, 8), ("4,035", "6,025"), _BF16),
+    Published("llmq [b]", "Qwen2.5 14B", "l40s", 512, STEP, (16, 8), ("1,500", "1,700"), _BF16),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (4, 8), ("10,897", "16,487"), _BF16, 4),
+    Published("llmq [b]", "Qwen2.5 32B", "rtx-4090", 768, STEP, (8, 4), ("2,208", "3,395"), _BF16, 4),
+    Published("RoundPipe [d]", "Llama 3.1 8B", "rtx-4090", 256, STEP, (16, 8), ("3,142", "–"), _STALE),
+    Published("RoundPipe [d]", "Qwen3 32B", "rtx-4090", 768, 262144, (16, 4), ("740", "–"), _STALE),
+    Published(
+        "RoundPipe [d]", "Qwen3 235B-A22B", "rtx-4090", 512, 131072, (1, 4), ("480", "–"), "adapter, stale by a step",
+        settings=LORA | {"offload.experts": "streamed"},
+    ),
+    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, (1, 2), ("914", "–"), _MASTERS),
+    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 32768, (1, 8), ("1,791", "–"), _MASTERS),
+    Published("–", "Llama 3.1 8B", "rtx-4090", 256, 131072, (4, 8)),
+    Published("MegaTrain [c]", "Qwen2.5 7B", "h100", 512, 32768, (1, 8), ("5,950", "–")),
+    Published("–", "Llama 3.1 8B", "h100", 512, 32768, (1, 8)),
+    Published("–", "Qwen2.5 14B", "h100", 512, 131072, (4, 8)),
+    Published("SuperOffload [e]", "Qwen3 14B", "gh200", 430, 16384, (1, 4), ("4,800 to 6,400", "–"), _MASTERS),
+    Published(
+        "Surogate [f]", "Llama 3.1 8B", "h100", 512, 16384, (1, 4), ("11,600", "12,900"), _RESIDENT,
+        settings=_STREAMED,
+    ),
+    Published(
+        "Surogate [f]", "Llama 3.1 8B", "rtx-5090", 256, 16384, (1, 4), ("4,200", "6,400"), _RESIDENT,
+        settings=_STREAMED,
+    ),
+    Published(
+        "Soup [g]", "Llama 3.1 8B", "h100", 512, 1024, (1, 8), ("1,077", "–"), "adapter, streamed", row_tokens=128,
+        settings=_STREAMED,
+    ),
+    Published(
+        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 128, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
+        settings=LORA | {"offload.experts": "streamed"},
+    ),
+    Published(
+        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 64, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
+        settings=LORA | {"offload.experts": "streamed"} | _DISK,
+    ),
+)  # fmt: skip
+COLUMNS: Mapping[str, Mapping[str, Any]] = {"bf16": {}, "FP8": {"train.matmul": "fp8_rowwise"}}
+"""Settings of our plan in each column."""
+HEAD = """# Published rows beside our plans
+
+Made by `python -m benchmarks.published > benchmarks/results/published.md`, from the plans in
+[published.json](published.json), with seconds by part. Ours are forecasts, not measurements: by the described machines
+(`offload/extras/plan/described/`), 4 GiB of the host left to the system (none at 8ebb85a3), AdamW with fp32 states over
+split fp32 masters, the norm of all gradients clipped, compiled blocks, everything else `auto`. The length of rows is
+that of our plan; theirs is known for llmq (1,024, 4 % fewer operations), SuperOffload (4,096) and Soup (128). The share
+is of the products that the GPU could make in bf16. In brackets: passes × rows at a time on a card, given to the plan.
+FP8 is `train.matmul fp8_rowwise`. Each row names the commit that planned it.
+"""
+TITLES = (
+    "published by",
+    "model",
+    "GPU, host",
+    "tokens a step, of a row",
+    "theirs: exact?",
+    "theirs, bf16",
+    "ours, bf16",
+    "theirs, FP8",
+    "ours, FP8",
+    "planned by",
+)
+NOTES = """
+In tokens a second. Ours is exact in each row: fp32 masters, one norm over all gradients, nothing stale; an adapter
+trains over the frozen base as the files have it. What they do that we do not:
+
+- [a] DeepSpeed, full training on one GPU, as others printed it; its rows lie on a line of 5.85 s and 0.38 ms a token.
+  Nothing that we do not do: its update comes after the backward, and each micro-batch fetches the weights again.
+- [b] [LLMQ](https://arxiv.org/abs/2512.15306), by the tables of its repository at b77d969: own kernels for everything
+  beside products, each with the cast to FP8; weights quantized once a step and kept in FP8 on the host; moments and
+  masters in bf16 with stochastic rounding; a choice of what is recomputed; CUDA graphs; a few families.
+- [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
+  beside its figure; ours are for 32,768. On a GH200 its TFLOPS make 6,230 (7B), 2,970 (14B) and 1,270 (32B) tokens a
+  second.
+- [d] RoundPipe: gradients summed in fp16, updates one step late. Eight 4090s: 5,516 (32B) and 1,820 (235B).
+- [e] SuperOffload, 600 TFLOPS printed: 4,800 tokens a second with recomputation counted, 6,400 without. It updates
+  before the norm is known, and rolls back.
+- [f] Surogate, LoRA with the base on the card: the bar for a streamed base. FP4 on the 5090: 8,500.
+- [g] Soup 0.77, LoRA over a streamed base, equal bit for bit to resident: 8 rows of 128 tokens; 2,645 resident.
+- [h] BlockStreamer 0.2, on a laptop with 8 GB on the card: 128 tokens a step, base in mxfp4 on the disk.
+
+Without a speed for a language model: Fizgig 5.0 fully trains video models of 12.9 and 33 G parameters on 16 GB, a
+window of blocks at a time.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--most", type=int, metavar="N", help="plan so many rows at most; the page has all stored ones")
+    parser.add_argument("--again", default=None, metavar="WORD", help="plan rows with this word in their title again")
+
+
+def run(arguments: argparse.Namespace) -> harness.Page:
+    """Plan the rows without a stored plan, store each, and return the page."""
+    quiet_transformers()
+    stored: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    open_rows = [row for row in ROWS if row.title not in stored or (arguments.again or "\n") in row.title]
+    for row in open_rows[: arguments.most]:
+        stored[row.title] = {"commit": harness.head("")["commit"].removesuffix("-dirty")} | planned(row)
+        its = {each.title: stored[each.title] for each in ROWS if each.title in stored}
+        STORED.write_text(json.dumps(its, indent=1) + "\n", encoding="utf-8")
+        say(row.title)
+    return harness.Page(page(stored), {"rows": stored})
+
+
+def planned(row: Published) -> dict[str, Any]:
+    """Return the plan of a row in each column. FP8 has the parts of bf16."""
+    hardware = read_machine(row.gpu)
+    hardware = hardware.with_(host_bytes=(row.host_gib - 4) << 30)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(SHAPES[row.model]), encoding="utf-8")
+        sizes = {"data.sequence_length": row.row_tokens, "train.tokens_per_step": row.tokens}
+        parts = dict(zip(PARTS, reversed(row.parts), strict=True))
+        config = Config.load(None, {"model.path": str(path), **sizes, **parts, **row.settings})
+        forecaster = Forecaster(config, row.num_ranks, plans_downloads=True)
+        found = {}
+        for column, settings in COLUMNS.items():
+            initial = forecaster.predict(apply_change(config, settings), hardware)
+            found[column] = figures(place(forecaster, initial))
+    return found
+
+
+def figures(plan: Forecast) -> dict[str, Any]:
+    """Return the figures of a plan; of one that does not fit, what is missing."""
+    if not plan.fits or plan.timing is None:
+        return {"missing": plan.missing or plan.refusal}
+    train, timing = plan.config.train, plan.timing
+    return {
+        "tokens_per_second": timing.tokens_per_second,
+        "mfu": timing.mfu,
+        "passes": train.passes,
+        "micro_rows": train.micro_batch_size,
+        "bound_by": timing.bound_by,
+        "step_seconds": timing.step_seconds,
+        "lane_seconds": dict(timing.lane_seconds),
+        "placed": plan.placement_flags,
+        "bytes": {tier: its["bytes"] for tier, its in plan.tiers.items()},
+    }
+
+
+def page(stored: Mapping[str, Any]) -> str:
+    """Return the page of the stored plans."""
+    rows = []
+    for row in ROWS:
+        plans = stored.get(row.title, {})
+        cards = f"{row.num_ranks} × " * (row.num_ranks > 1)
+        rows.append(
+            [
+                row.who,
+                f"{row.model}{row.adapter}",
+                f"{cards}{read_machine(row.gpu).name}, {row.host_gib} GiB",
+                f"{row.tokens:,}, {row.row_tokens:,}",
+                row.exact,
+                row.theirs[0],
+                cell(plans.get("bf16")),
+                row.theirs[1],
+                cell(plans.get("FP8")),
+                plans.get("commit", "–"),
+            ]
+        )
+    return "\n".join([HEAD, harness.table(TITLES, *rows), NOTES.removesuffix("\n")])
+
+
+def cell(plan: Mapping[str, Any] | None) -> str:
+    """Return the table cell of a plan."""
+    if plan is None:
+        return "not planned yet"
+    if "missing" in plan:
+        return "does not fit"
+    rate, mfu = plan["tokens_per_second"], plan["mfu"]
+    return f"{rate:,.0f} ({100 * mfu:.0f} %) [{plan['passes']} × {plan['micro_rows']}]"
+
+
+if __name__ == "__main__":
+    harness.begin(sys.modules[__name__])
