@@ -11,7 +11,6 @@ import pytest
 
 import offload
 from offload.setting_texts import TEXTS
-from tests import air
 
 _ROOT = Path(offload.__file__).parent
 
@@ -27,11 +26,6 @@ def test_tests_look_into_an_engine_at_one_place() -> None:
     private = re.compile(r"engine\._(state|memory|weights|flow)\b")
     found = {path.relative_to(here) for path in here.rglob("*.py") if private.search(path.read_text())}
     assert found - {Path(__file__).relative_to(here)} == {Path("engine/inside.py")}
-
-
-def test_files_with_air_keep_it() -> None:
-    found = {str(path.relative_to(air.ROOT)): air.faults(path.read_text()) for path in air.held_files()}
-    assert {name: faults for name, faults in found.items() if faults} == {}
 
 
 @pytest.mark.parametrize("package", ["engine", "forecast", "lanes", "layout", "planning", "schedule", "tiers"])

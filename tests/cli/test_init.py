@@ -16,6 +16,7 @@ from offload.errors import ConfigError
 from offload.extras.plan import alternatives
 from offload.init import main
 from tests import forks
+from tests.matrix import quick
 
 GIVEN = {
     "model.preset": "tiny",
@@ -28,7 +29,7 @@ WORDS = [word for key, value in GIVEN.items() for word in (f"--{key}", value)]
 MACHINE = ("--hardware", "rtx-4090")
 
 
-@pytest.mark.parametrize(("most", "rows"), [(5, 4), (1, 1)])
+@pytest.mark.parametrize(("most", "rows"), quick([(5, 4), (1, 1)], [(5, 4)]))
 def test_the_file_has_the_given_settings_and_the_most_rows_that_fit(
     most: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

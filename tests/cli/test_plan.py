@@ -16,6 +16,7 @@ from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
 from offload.sizes import parse_size
 from tests.cli.conftest import LLAMA
+from tests.matrix import quick
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
@@ -64,11 +65,14 @@ def test_the_first_words_come_before_the_imports(
 
 @pytest.mark.parametrize(
     ("more", "limit"),
-    [
-        (("--host-memory", "1GiB"), "1GiB"),
-        (("--offload.host_memory", "80GiB"), "64GiB"),
-        (("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB"),
-    ],
+    quick(
+        [
+            (("--host-memory", "1GiB"), "1GiB"),
+            (("--offload.host_memory", "80GiB"), "64GiB"),
+            (("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB"),
+        ],
+        [(("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB")],
+    ),
 )
 def test_the_limit_of_the_host_is_the_smaller_of_budget_and_memory(
     more: tuple[str, ...], limit: str, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from offload.layout.residence import DISK, Residence, Row
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING
 from tests.forecast.test_simulated_step import NUMEL, regions
+from tests.matrix import matrix
 
 SIZE = 4 * NUMEL
 DEPTH = 48
@@ -63,8 +64,7 @@ def both(its: SimulatedPlan, ratio: float, shortened: Callable[..., SimulatedSte
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ratio", [0.3, 1.5])
+@matrix(name=[*CASES], ratio=[0.3, 1.5], strength=1)
 def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) -> None:
     all_of_it, few = both(CASES[name], ratio, simulate_shortened)
     for link in ("d2h", "update", "nvme_write"):
@@ -72,8 +72,7 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
     assert few.busy_s["h2d"] == pytest.approx(all_of_it.busy_s["h2d"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["few slots", "all stay"])
-@pytest.mark.parametrize("ratio", [0.3, 1.5])
+@matrix(name=["few slots", "all stay"], ratio=[0.3, 1.5], strength=1)
 def test_a_step_of_many_passes_is_extrapolated_from_two(name: str, ratio: float) -> None:
     its = replace(CASES[name], passes=9, summed=frozenset(region.index for region in CASES[name].regions))
     all_of_it, few = both(its, ratio, simulate_passes)

@@ -22,6 +22,7 @@ from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
+from tests.matrix import quick
 
 pytestmark = cpu_only("what is forecast here is a CPU's step")
 
@@ -101,7 +102,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     assert [told.moved_bytes[link] for link in links] == moved
 
 
-@pytest.mark.parametrize("update", ["cpu", "device"])
+@pytest.mark.parametrize("update", quick(["cpu", "device"], ["cpu"]))
 def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

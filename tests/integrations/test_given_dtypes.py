@@ -73,7 +73,7 @@ def trained(way: str, model: Any, folder: Path) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("way", ["wrap", "accelerate", "trainer"])
+@pytest.mark.parametrize("way", quick(["wrap", "accelerate", "trainer"], ["wrap"]))
 def test_a_model_given_in_fp32_is_read_and_saved_in_fp32(way: str, tmp_path: Path) -> None:
     engine = trained(way, small(), tmp_path / "run")
     model, masters = engine.model, dict(engine.named_parameters())
@@ -107,7 +107,7 @@ def test_a_model_given_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("place", ["model", "model.layers.0.mlp"])
+@pytest.mark.parametrize("place", quick(["model", "model.layers.0.mlp"], ["model.layers.0.mlp"]))
 def test_an_interrupted_forward_leaves_fp32_to_the_script(place: str, tmp_path: Path) -> None:
     """A script saves after Ctrl-C: hooks after a forward do not run then."""
     engine = trained("wrap", small(), tmp_path)
@@ -170,7 +170,7 @@ def test_every_key_that_a_script_saves_is_as_without_an_engine(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("budget", ["none", "160KiB"], ids=["on the device", "streamed"])
+@pytest.mark.parametrize("budget", quick(["none", "160KiB"], ["160KiB"]))
 def test_a_learned_prompt_is_saved_in_fp32(budget: str, tmp_path: Path) -> None:
     """PEFT saves the result of a forward. The engine computes in bf16 otherwise."""
     prompt = PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM")

@@ -32,6 +32,7 @@ from tests.integrations.plain import (
     plain_trainer,
     rows,
 )
+from tests.matrix import quick
 
 needs("accelerate")
 
@@ -43,7 +44,7 @@ from offload.integrations.transformers import (  # noqa: E402
 from offload.integrations.wrap import open_engine  # noqa: E402
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", quick([1, 4], [4]))
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, accumulation: int) -> None:
     how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_checkpointing": accumulation == 4}
     plain = plain_trainer(tmp_path / "plain", llama(), **how)

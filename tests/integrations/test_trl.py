@@ -153,7 +153,7 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
-        *(pytest.param(n, 1, marks=[] if n in FEW else pytest.mark.slow) for n in CASES),
+        *(pytest.param(n, 1, marks=[] if n in ("sft nll", "dpo") else pytest.mark.slow) for n in CASES),
         *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in ACCUMULATED),
     ],
 )

@@ -97,8 +97,11 @@ class Row:
 
     @property
     def is_quick(self) -> bool:
-        """True for a single run beside the common one."""
-        return self.base == "run" and len(self.values) == 1 and not (self.given or self.limits)
+        """True for a single run beside the common one, of files and data: other effects are contracts' in the quick
+        run.
+        """
+        is_single = self.base == "run" and len(self.values) == 1 and not (self.given or self.limits)
+        return is_single and self.key.partition(".")[0] in ("run", "model", "data", "checkpoint")
 
     def words(self, value: str) -> dict[str, str]:
         """Return the words of the run for a value."""

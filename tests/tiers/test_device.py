@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests import forks
 
 HOLES = """
 import ctypes, re, torch
@@ -30,7 +29,8 @@ for growth in (SETTLING_BYTES - 1, 1):
 
 def test_holes_between_kept_tensors_are_returned_to_the_system() -> None:
     """The returned part of freed memory: nothing before the ledger has grown enough, then all."""
-    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    done = forks.run(["-c", HOLES])
+    assert done.returncode == 0, done.stderr
     early, late = map(float, done.stdout.split())
     assert abs(early) <= 0.1
     assert late >= 0.9

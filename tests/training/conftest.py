@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from offload.app.config.config import Config
+from offload.app.training import planner, records
 from offload.app.training.trainer import Trainer, TrainResult
 from offload.engine.engine import Engine
+from offload.extras.plan import alternatives
+from offload.machine.hardware import Hardware, Rates
 from tests.run_folder import SHAPE, lines_of, write_shape, write_text
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -59,6 +62,42 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine in place of measurements, which take a second in each new cache and differ under load."""
+    rates = Rates(1e10, 1e10, 2e10, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, 1e-5, 1e9, 1e9)
+    made_up = Hardware("made up", "cpu", 1, None, 1 << 34, None, None, False, rates)
+    monkeypatch.setattr(alternatives, "probe", lambda *_, **__: made_up)
+
+
+@pytest.fixture(autouse=True)
+def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the page of a run, which takes as long as a few steps. Tests of it are in tests/reporting."""
+    monkeypatch.setattr(records, "REPORTS", {})
+
+
+@pytest.fixture
+def with_plan() -> None:
+    """For tests of a run's plan."""
+
+
+@pytest.fixture(autouse=True)
+def _without_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the forecast of a run, unless the test takes `with_plan`."""
+
+    def open_as_given(config: Config, *_: Any) -> planner.RunForecast:
+        return planner.RunForecast(config, "none", "", 1, {})
+
+    if "with_plan" not in request.fixturenames:
+        monkeypatch.setattr(planner, "PLANNERS", {"forecast": open_as_given})
+
+
+@pytest.fixture
+def num_lines() -> int:
+    """Lines of the text."""
+    return 400
+
+
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a context manager: before step `number` of a run (from 1), raise an error or call a function."""
@@ -81,10 +120,10 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_lines: int) -> Any:
     """Return a function that trains over a few kilobytes of text and returns (result, metrics.jsonl lines, stdout)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = write_text(tmp_path)
+    text = write_text(tmp_path, num_lines)
 
     def train(
         name: str, family: str = "llama", without: Sequence[str] = (), **settings: Any

@@ -13,7 +13,16 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertModel,
+    ModernBertConfig,
+    ModernBertModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 from offload import SGD, Engine, Placement
 from offload.app.stored_model import export_stored
@@ -29,12 +38,15 @@ from offload.extras.data.findings import Findings
 from offload.extras.data.records import Group
 from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import Source
+from offload.extras.data.tokenizer import train_bpe
 from offload.tiers.counters import Ledger
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.ranks import run as run_ranks
 from tests.integrations.plain import letters, needs
-from tests.training.conftest import HOST
+from tests.matrix import matrix, quick
+from tests.run_folder import numbers
+from tests.training.conftest import HOST, SHAPES
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
@@ -109,10 +121,8 @@ def sentence_model(model: Any, pooling: str) -> Any:
     return torch.nn.Sequential(Given(), Pooling(SIZES["hidden_size"], modes.get(pooling, pooling)), Normalize())
 
 
-@pytest.mark.parametrize("micro_batches", [{}, {"micro_batch_size": 4}], ids=["whole", "micro-batches"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", MODELS)
-def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, micro_batches: dict[str, int]) -> None:
+@matrix(family=[*MODELS], way=[*WAYS], has_micro_batches=[False, True], strength=1, long=3)
+def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, has_micro_batches: bool) -> None:
     """Break: divide the temperature twice; leave the negatives out; pool the padding; take the slopes of one size."""
     needs("sentence_transformers")
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
@@ -120,7 +130,7 @@ def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, mic
     options = WAYS[way]
     texts, pooling = 2 + options.get("negatives", 0), POOLING[family]
     batch = {key: value.to(own_device()) for key, value in rows(texts=texts).items()}
-    settings = {"micro_batch_size": 4 // 2 * texts} if micro_batches else {}
+    settings = {"micro_batch_size": 2 * texts} if has_micro_batches else {}
     model = twin(made(family)).train()
     sentences = sentence_model(model, pooling)
     both = ("query_to_doc", "doc_to_query") if options.get("symmetric", True) else ("query_to_doc",)
@@ -343,6 +353,7 @@ def test_a_batch_far_larger_than_a_resident_one_fits() -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+FLAGS = {"llama": "lasttoken", "bert": "mean_tokens"}
 THINGS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
 
 
@@ -369,8 +380,8 @@ def asked(pairs: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str) -> None:
-    _, there, said = run("resident", family="bert", **asked(pairs))
-    _, here, again = run("streamed", family="bert", **asked(pairs, **HOST))
+    _, there, said = run("resident", family="bert", **asked(pairs, train__steps=4))
+    _, here, again = run("streamed", family="bert", **asked(pairs, train__steps=4, **HOST))
     for key in ("loss", "grad_norm", "accuracy"):
         assert [line[key] for line in here] == [line[key] for line in there]
     assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
@@ -384,7 +395,8 @@ def made_by(module: Any, texts: list[str]) -> torch.Tensor:
     return torch.from_numpy(module.encode(texts, convert_to_numpy=True))
 
 
-def test_sentence_transformers_loads_an_export(run: Any, pairs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pooling", quick(["mean", "last", "cls"], ["cls"]))
+def test_sentence_transformers_loads_an_export(run: Any, pairs: str, tmp_path: Path, pooling: str) -> None:
     """Its vectors are those of the model with the pooling of the run. A resumed run has the same files. Break: write
     another pooling; end each text with an EOS.
     """
@@ -392,18 +404,15 @@ def test_sentence_transformers_loads_an_export(run: Any, pairs: str, tmp_path: P
     from sentence_transformers import SentenceTransformer
     from transformers import AutoModel, AutoTokenizer
 
-    for pooling in ("mean", "last", "cls"):
-        more = {"contrastive__pooling": pooling, "train__steps": 1}
-        run(pooling, family="bert", **asked(pairs, **more))
-        folder = tmp_path / pooling / "hf"
-        texts = ["which apple is it?", "the sea, number 3."]
-        found = made_by(SentenceTransformer(str(folder), device="cpu"), texts)
-        tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
-        model = AutoModel.from_pretrained(folder).eval()
-        with torch.no_grad():
-            states = model(tokens["input_ids"], tokens["attention_mask"])["last_hidden_state"]
-        pooled = losses_module.POOLINGS[pooling](states, tokens["attention_mask"])
-        assert torch.allclose(found, torch.nn.functional.normalize(pooled, dim=1), atol=1e-6)
+    run("run", family="bert", **asked(pairs, contrastive__pooling=pooling, train__steps=1))
+    folder, texts = tmp_path / "run/hf", ["which apple is it?", "the sea, number 3."]
+    found = made_by(SentenceTransformer(str(folder), device="cpu"), texts)
+    tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    model = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = model(tokens["input_ids"], tokens["attention_mask"])["last_hidden_state"]
+    pooled = losses_module.POOLINGS[pooling](states, tokens["attention_mask"])
+    assert torch.allclose(found, torch.nn.functional.normalize(pooled, dim=1), atol=1e-6)
 
 
 def test_tokens_are_those_of_the_tokenizer(pairs: str) -> None:
@@ -446,13 +455,14 @@ def test_a_cut_text_ends_as_the_tokenizer_ends_it(tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_and_an_adapter_learns(run: Any, pairs: str, tmp_path: Path) -> None:
-    _, lines, _ = run("run", family="bert", **asked(pairs, checkpoint__every=3, checkpoint__keep=4))
-    earlier = str(tmp_path / "run" / "checkpoints" / "step-3")
-    _, more, _ = run("more", family="bert", **asked(pairs, checkpoint__resume=earlier))
-    assert [line["loss"] for line in more] == [line["loss"] for line in lines[3:]]
+    short = {"train__steps": 3, "checkpoint__every": 2}
+    _, lines, _ = run("run", family="bert", **asked(pairs, **short))
+    earlier = str(tmp_path / "run" / "checkpoints" / "step-2")
+    _, more, _ = run("more", family="bert", **asked(pairs, checkpoint__resume=earlier, **short))
+    assert [line["loss"] for line in more] == [line["loss"] for line in lines[2:]]
     for name in ("model.safetensors", *FILES):
         assert (tmp_path / "run/hf" / name).read_bytes() == (tmp_path / "more/hf" / name).read_bytes()
-    adapter = {"lora__rank": 4, "lora__target_modules": "all-linear", "train__steps": 16, "optimizer__lr": 1e-2}
+    adapter = {"lora__rank": 4, "lora__target_modules": "all-linear", "train__steps": 8, "optimizer__lr": 1e-2}
     _, adapted, said = run("adapted", family="bert", **asked(pairs, **adapter))
     assert adapted[-1]["loss"] < adapted[0]["loss"]
     assert "reloaded: by peft" in said
@@ -484,17 +494,7 @@ def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, t
         assert kinds == ["Transformer", "Pooling", "Normalize"], name
 
 
-def test_other_modules_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
-    """Break: read the pooling alone."""
-    run("base", family="bert", **asked(pairs, train__steps=1))
-    path = tmp_path / "base/hf/modules.json"
-    path.write_text(path.read_text().replace("Normalize", "Dense"))
-    for pooling in ("auto", "mean"):
-        with pytest.raises(ConfigError, match=r"modules\.json has the module Dense, and a run trains Transformer"):
-            run("run", **asked(pairs, model__path=str(path.parent), contrastive__pooling=pooling))
-
-
-def test_the_plan_is_the_run(run: Any, pairs: str, tmp_path: Path) -> None:
+def test_the_plan_is_the_run(run: Any, with_plan: None, pairs: str, tmp_path: Path) -> None:
     """Break: give the model labels in `BatchSpec.make`; plan the loss without its vectors."""
     own = {"train__micro_batch_size": 4, "train__recompute": "always", "train__steps": 5}
     own |= {"train__batch_size": 32, "contrastive__negatives": 2, "data__eval_share": 0.0}
@@ -519,22 +519,24 @@ def test_texts_of_one_token_are_trained_on(run: Any, tmp_path: Path) -> None:
 
 def test_a_masked_language_model_gets_a_pooler(run: Any, pairs: str, tmp_path: Path) -> None:
     """Its folder has none. Break: require all parameters of the base model."""
-    run("language", family="bert", train__steps=1)
-    _, _, said = run("run", **asked(pairs, model__path=str(tmp_path / "language/hf"), train__steps=1))
+    config = AutoConfig.for_model("bert", vocab_size=384, **SHAPES["bert"])
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "language")
+    train_bpe(numbers(), 384).save_pretrained(tmp_path / "language")
+    _, _, said = run("run", **asked(pairs, model__path=str(tmp_path / "language"), train__steps=1))
     assert "not in the files, and initialised at random (pooler.dense.bias, pooler.dense.weight)" in said
     assert "logits bit-equal" in said
 
 
-@pytest.mark.parametrize(("family", "flag"), [("llama", "lasttoken"), ("bert", "mean_tokens")])
-def test_the_model_decides_the_pooling(run: Any, pairs: str, tmp_path: Path, family: str, flag: str) -> None:
+@pytest.mark.parametrize("family", quick(FLAGS, ["llama"]))
+def test_the_model_decides_the_pooling(run: Any, pairs: str, tmp_path: Path, family: str) -> None:
     """Break: take one pooling for all models."""
     run("run", family=family, **asked(pairs, train__steps=1))
     stored = json.loads((tmp_path / "run/hf/1_Pooling/config.json").read_text())
-    assert [key for key, value in stored.items() if value is True] == [f"pooling_mode_{flag}"]
+    assert [key for key, value in stored.items() if value is True] == [f"pooling_mode_{FLAGS[family]}"]
 
 
-def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None:
-    """Break: take the mean whatever the folder says."""
+def test_a_stored_pooling_is_taken_and_other_modules_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
+    """Break: take the mean whatever the folder says; read the pooling alone."""
     run("base", family="bert", **asked(pairs, contrastive__pooling="cls", train__steps=1))
     folder = tmp_path / "base/hf"
     base = {"model__path": str(folder), "train__steps": 1}
@@ -543,6 +545,11 @@ def test_a_stored_pooling_is_taken(run: Any, pairs: str, tmp_path: Path) -> None
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "max"}')
     with pytest.raises(ConfigError, match=r"has the pooling max, and a run computes mean, last or cls"):
         run("other", **asked(pairs, **base))
+    path = folder / "modules.json"
+    path.write_text(path.read_text().replace("Normalize", "Dense"))
+    for pooling in ("auto", "mean"):
+        with pytest.raises(ConfigError, match=r"modules\.json has the module Dense, and a run trains Transformer"):
+            run("other", **asked(pairs, contrastive__pooling=pooling, **base))
 
 
 def test_refusals(run: Any, pairs: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import signal
 import warnings
 import weakref
 from collections.abc import Callable
@@ -43,14 +42,13 @@ from offload.extras.distill.classes import record_type, top_classes
 from offload.extras.distill.losses import Distillation, StoredDistillation
 from offload.extras.distill.objective import FromTeacher
 from offload.extras.distill.stored import StoredRows, TeacherClasses
-from tests import forks
 from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.inside import parts_of
 from tests.integrations.plain import needs
-from tests.run_folder import SHAPE, learnt
+from tests.matrix import matrix, quick
+from tests.run_folder import SHAPE
 from tests.training.conftest import HOST
-from tests.training.test_adapters import words
 from tests.training.test_resume import make_folder
 
 pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
@@ -136,8 +134,7 @@ def assert_trained_alike(found: tuple[list[float], dict[str, torch.Tensor]], wan
         assert torch.allclose(own[name], parameter.detach().cpu(), atol=2e-6), name
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@matrix(beta=[0.0, 0.3, 1.0], way=[*WAYS], strength=1)
 def test_loss_and_weights_are_trls(beta: float, way: str) -> None:
     """Break: swap teacher and model in `divergence`; let `model.train()` reach the teacher's dropout; count padding."""
     wanted = train_by_trl(lambda own, others: (own, others), beta=beta, temperature=2.0)
@@ -167,8 +164,7 @@ def of_classes(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return _add_tail_bucket(log_probs.gather(-1, ids), torch.ones_like(ids, dtype=torch.bool))[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@matrix(beta=[1.0, 0.3, 0.0], way=[*WAYS], strength=1)
 def test_the_first_tokens_and_all_others_are_trls(beta: float, way: str) -> None:
     """TRL's divergence over the most probable tokens of the teacher and a tail bucket. Break: leave out the other
     tokens; take the most probable tokens of the model; store the classes of the next token.
@@ -218,7 +214,7 @@ def adapted() -> Any:
         return get_peft_model(student(), config).train()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(WAYS, ["whole", "chunks, micro-batches, kept graphs"]))
 def test_the_base_of_an_adapter_is_a_teacher_without_a_copy(way: str) -> None:
     """Break: let the adapter compute for the teacher, in the layers or in the head."""
     with_copy, frozen = adapted(), student()
@@ -243,6 +239,11 @@ def test_a_base_computes_in_eval_mode() -> None:
     assert all(module.training for module in base.modules())
     assert [each.requires_grad for each in model.parameters()] == trainable
     assert not torch.equal(model.eval()(**ids).logits, student().eval()(**ids).logits)
+
+
+@pytest.fixture
+def num_lines() -> int:
+    return 150
 
 
 @pytest.fixture
@@ -438,7 +439,7 @@ def asked(folder: Path, **more: Any) -> dict[str, Any]:
     return own | {"train__steps": 4, "optimizer__lr": 3e-3, **HOST} | more
 
 
-@pytest.mark.parametrize("frozen_weights", ["exact", "nf4"])
+@pytest.mark.parametrize("frozen_weights", quick(["exact", "nf4"], ["exact"]))
 def test_a_run_learns_resumes_and_exports(run: Any, folder: Path, tmp_path: Path, frozen_weights: str) -> None:
     """The teacher may have moved. Break: leave the teacher out of `fill`; save the teacher in a checkpoint; count it
     among the weights of the run.
@@ -469,9 +470,6 @@ PRIME = 2053
 """A vocabulary: a tensor whose count of numbers is a multiple of it has numbers of all tokens in the vocabulary."""
 
 
-OTHERS = "other", "stored"
-
-
 class LargestLogits(TorchDispatchMode):
     """Notes the most tokens with numbers of the whole vocabulary in a result of torch."""
 
@@ -487,9 +485,7 @@ class LargestLogits(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize(
-    "kind", ["equal", *(pytest.param(each, marks=pytest.mark.slow) for each in ("other", "stored"))]
-)
+@pytest.mark.parametrize("kind", quick(["equal", "other", "stored"], ["equal"]))
 def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path, kind: str) -> None:
     """In trials, steps, evaluations and after a resume. If a model begins as its teacher, the gradients of the
     divergence are rounding errors. Break: compare these for a trial of the chunks; run the teacher's head on all tokens
@@ -510,39 +506,8 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
     assert logits.num_tokens == 64
 
 
-KILLED = """
-import os, signal, sys
-from offload.engine.engine import Engine
-from offload.train import main
-
-step = Engine.step
-
-def killing(self, *args, **more):
-    if self.num_steps == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **more)
-
-Engine.step = killing
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(run: Any, folder: Path, tmp_path: Path) -> None:
-    """Break: leave out the weights of the teacher when a run resumes."""
-    place = {"offload__parameters": "nvme", "offload__optimizer": "nvme", "offload__nvme_dir": str(tmp_path)}
-    own = asked(folder, model__path=str(folder), checkpoint__every=1) | place
-    whole, lines, _ = run("whole", **own)
-    killed = forks.run(["-c", KILLED, *words(tmp_path, "killed", **own)])
-    assert killed.returncode == -signal.SIGKILL, killed
-    again, its, out = run("killed", **own)
-    assert "resumed at step " in out
-    assert learnt(its) == learnt(lines)
-    assert (again.export / "model.safetensors").read_bytes() == (whole.export / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize("way", ["beside", "stored"])
-def test_the_plan_is_the_run(run: Any, folder: Path, tmp_path: Path, way: str) -> None:
+def test_the_plan_is_the_run(run: Any, with_plan: None, folder: Path, tmp_path: Path, way: str) -> None:
     """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
     the teacher among the parameters.
     """
@@ -570,12 +535,13 @@ def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path, t
     write_wide(folder)
     base = shutil.copytree(folder, tmp_path / "copied")
     coded = {"offload__frozen_weights": "nf4", "lora__rank": 4}
-    _, lines, out = run("run", **asked(folder, model__path=str(base), **coded))
-    assert len(lines) == 4
+    _, _, out = run("run", **asked(folder, model__path=str(base), train__steps=1, **coded))
     assert "28 frozen parameters are stored in nf4" in out
 
 
-def test_an_adapter_learns_from_its_base_without_a_copy(run: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_learns_from_its_base_without_a_copy(
+    run: Any, with_plan: None, folder: Path, tmp_path: Path
+) -> None:
     """The run equals one with a copy of the folder, and takes less memory. Break: build the base as a
     companion; compare the names and not the folders.
     """
@@ -608,15 +574,6 @@ def test_a_resumed_adapter_learns_from_its_base_too(run: Any, folder: Path, tmp_
     assert [line["loss"] for line in lines] == [line["loss"] for line in wanted[2:]]
     _, _, out = run("reduced", **own, lora__init="pissa")
     assert "the teacher is the base" not in out
-
-
-def test_a_teacher_with_more_tensors_than_it_needs_is_taken(run: Any, folder: Path) -> None:
-    """Such as layers for speculative decoding. Break: refuse a teacher for any note."""
-    write_wide(folder)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | {"mtp.proj.weight": torch.zeros(2)}, file, {"format": "pt"})
-    _, _, out = run("run", **asked(folder, train__steps=1))
-    assert f"{folder}: 1 of the weights are not read: the model has no place for them (mtp.proj.weight)." in out
 
 
 def other_tokens(folder: Path) -> Path:
@@ -658,12 +615,16 @@ def test_refusals(run: Any, folder: Path, tmp_path: Path) -> None:
         run("run", **asked(folder))
 
 
-def test_a_router_loss_is_not_left_out_in_silence(run: Any, folder: Path, tmp_path: Path) -> None:
-    """Break: say nothing."""
+def test_a_router_loss_and_more_tensors_are_not_left_out_in_silence(run: Any, folder: Path, tmp_path: Path) -> None:
+    """More tensors, such as layers for speculative decoding. Break: say nothing; refuse a teacher for any note."""
+    write_wide(folder)
+    weights_file = folder / "model.safetensors"
+    save_file(load_file(weights_file) | {"mtp.proj.weight": torch.zeros(2)}, weights_file, {"format": "pt"})
     make_folder("mixtral", tmp_path / "experts")
     file = tmp_path / "experts" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"output_router_logits": True}))
     _, _, out = run("run", **asked(folder, model__path=str(file.parent), train__steps=1))
+    assert f"{folder}: 1 of the weights are not read: the model has no place for them (mtp.proj.weight)." in out
     assert "output_router_logits of the model's configuration has no effect" in out
 
 
@@ -691,8 +652,7 @@ def test_packed_documents_stay_below_the_rope_limit_of_the_teacher(run: Any, fol
 @pytest.mark.parametrize("way", ["beside", "stored"])
 def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path, way: str) -> None:
     """Break: test the trained model alone."""
-    packed = {"data__packing": True, "data__packing_isolated": True, "distill__way": way, "distill__top_k": 7}
-    run("run", **asked(folder, **packed))
     make_folder("mamba", folder)
+    packed = {"data__packing": True, "data__packing_isolated": True, "distill__way": way, "distill__top_k": 7}
     with pytest.raises(ConfigError, match="documents .*would not be isolated"):
-        run("other", **asked(folder, **packed))
+        run("run", **asked(folder, **packed))

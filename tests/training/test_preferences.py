@@ -302,7 +302,7 @@ def test_a_plan_counts_the_reference_that_is_measured_first(pairs: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_reference_that_does_not_fit_is_named(run: Any, pairs: str, tmp_path: Path) -> None:
+def test_a_reference_that_does_not_fit_is_named(run: Any, with_plan: None, pairs: str, tmp_path: Path) -> None:
     """Break: leave the error of the engine as it is."""
     own, weight_bytes = compared_with_big(pairs, tmp_path)
     with pytest.raises(DoesNotFitError, match=r"prefs\.reference is .*big, .* With all that a step needs"):

@@ -24,6 +24,7 @@ from offload.extras.distill.stored import TeacherClasses
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.prefs import reference
+from tests.matrix import quick
 from tests.run_folder import SHAPE
 from tests.training.conftest import HOST, interrupted_measurement, lines_of
 from tests.training.test_adapters import train_over_ranks
@@ -36,6 +37,14 @@ TURNS = [
     for n in range(24)
 ]
 PAIRS = [{"prompt": f"the number after {number} is", "completion": f" {number + 1}."} for number in range(24)]
+
+OTHER_ROWS = {"as many": PAIRS[8::-1], "more": PAIRS[:13]}
+
+
+@pytest.fixture
+def num_lines() -> int:
+    """The teacher computes each row: eleven batches."""
+    return 90
 
 
 @pytest.fixture
@@ -73,32 +82,30 @@ def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"data__source": str(write_rows(tmp_path / "rows.jsonl", rows)), "data__sequence_length": 48}
 
 
-@pytest.mark.parametrize("data", ["text", "chats", "documents", "pairs"])
+@pytest.mark.parametrize(
+    "data", quick(["text", "chats", "documents", "pairs", "whole vocabulary"], ["documents", "whole vocabulary"])
+)
 def test_stored_is_beside(run: Any, folder: Path, tmp_path: Path, cache: Path, data: str) -> None:
     """Answers alone have records. Break: take the places of the labels, not of the tokens before them; use the rows of
-    a batch in their order on disk.
+    a batch in their order on disk; store a class of no tokens.
     """
     more: dict[str, Any] = {}
     if data == "pairs":
         more = source(tmp_path, PAIRS)
-    elif data != "text":
+    elif data in ("chats", "documents"):
         more = source(tmp_path, TURNS)
     if data == "documents":
         more |= {"data__packing": True, "data__packing_isolated": True}
-    _, wanted, _ = run("beside", **asked(folder, "beside", **more))
-    _, lines, out = run("stored", **asked(folder, **more))
+    classes, of_beside, num_bytes = {}, {}, 8 * 7 + 4
+    if data == "whole vocabulary":
+        classes, of_beside, num_bytes = {"distill__top_k": 384, **CHUNKS}, {"distill__top_k": None, **CHUNKS}, 4 * 384
+    _, wanted, _ = run("beside", **asked(folder, "beside", **more, **of_beside))
+    _, lines, out = run("stored", **asked(folder, **more, **classes))
     assert values_of(lines) == pytest.approx(values_of(wanted), rel=1e-6)
     (stored,) = cache.glob("*.bin")
-    num_tokens, rest = divmod(stored.stat().st_size, 8 * 7 + 4)
+    num_tokens, rest = divmod(stored.stat().st_size, num_bytes)
     assert not rest
     assert f"teacher: log-probabilities of {num_tokens:,} tokens; " in out
-
-
-def test_the_whole_vocabulary_is_beside_without_a_choice(run: Any, folder: Path) -> None:
-    """Break: store a class of no tokens."""
-    _, wanted, _ = run("beside", **asked(folder, "beside", distill__top_k=None, **CHUNKS))
-    _, lines, _ = run("stored", **asked(folder, distill__top_k=384, **CHUNKS))
-    assert values_of(lines) == pytest.approx(values_of(wanted), rel=1e-6)
 
 
 def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
@@ -126,17 +133,17 @@ def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, 
         run("other", **own | {"distill__teacher": str(moved)}, **saved)
 
 
-def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", quick(OTHER_ROWS, ["as many"]))
+def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Path, rows: str) -> None:
     """With equally many targets. Break: take the stored values by their number; call the file of other rows damaged."""
     own = asked(folder, **source(tmp_path, PAIRS), data__eval_share=0.0, checkpoint__every=2, checkpoint__keep=4)
     own |= {"data__eval_source": str(write_rows(tmp_path / "evaluated.jsonl", PAIRS[:9])), "data__packing": False}
     run("run", **own)
     saved = {"checkpoint__resume": str(tmp_path / "run" / "checkpoints" / "step-2")}
-    for number, rows in enumerate((PAIRS[8::-1], PAIRS[:13])):
-        write_rows(tmp_path / "evaluated.jsonl", rows)
-        _, lines, _ = run(f"more-{number}", **own, **saved)
-        _, wanted, _ = run(f"beside-{number}", **own | {"distill__way": "beside"})
-        assert values_of(lines) == pytest.approx(values_of(wanted[2:]), rel=1e-6)
+    write_rows(tmp_path / "evaluated.jsonl", OTHER_ROWS[rows])
+    _, lines, _ = run("more", **own, **saved)
+    _, wanted, _ = run("beside", **own | {"distill__way": "beside"})
+    assert values_of(lines) == pytest.approx(values_of(wanted[2:]), rel=1e-6)
 
 
 def test_a_damaged_file_is_not_trained_on(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
@@ -180,9 +187,19 @@ def test_rounding_is_no_other_teacher() -> None:
     assert not wanted.is_same(found, stored)
 
 
-def test_a_process_that_waits_says_so(run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break: wait for the lock without a word; do not wait."""
-    run("first", **asked(folder))
+def test_a_second_run_waits_and_measures_nothing(
+    run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: leave the weights out of the key; count an adapter, which the teacher has not; count the seed; wait for
+    the lock without a word; do not wait.
+    """
+    run("first", **asked(folder, train__steps=1))
+    own: dict[str, Any] = {"run__seed": 5, "train__steps": 1} | {
+        "distill__labels": 0.5,
+        "distill__beta": 0.0,
+        "lora__rank": 2,
+        "optimizer__name": "lion",
+    }
     (lock,) = cache.glob("*.lock")
     flock, waited = fcntl.flock, []
     with lock.open("w") as other:
@@ -195,25 +212,13 @@ def test_a_process_that_waits_says_so(run: Any, folder: Path, cache: Path, monke
             flock(stream, operation)
 
         monkeypatch.setattr(reference.fcntl, "flock", until_the_other_ends)
-        _, _, out = run("second", **asked(folder))
+        _, _, out = run("second", **asked(folder, model__path=str(folder), **own))
     assert waited
     assert "teacher: another process measures the same; this one waits for it" in out
-
-
-def test_a_second_run_measures_nothing(run: Any, folder: Path) -> None:
-    """Break: leave the weights out of the key; count an adapter, which the teacher has not; count the seed."""
-    run("first", **asked(folder))
-    own: dict[str, Any] = {"run__seed": 5} | {
-        "distill__labels": 0.5,
-        "distill__beta": 0.0,
-        "lora__rank": 2,
-        "optimizer__name": "lion",
-    }
-    _, _, out = run("second", **asked(folder, model__path=str(folder), **own))
     assert "log-probabilities of" not in out
     file = folder / "model.safetensors"
     save_file({name: 1.1 * each for name, each in load_file(file).items()}, file, {"format": "pt"})
-    _, _, out = run("third", **asked(folder))
+    _, _, out = run("third", **asked(folder, train__steps=1))
     assert "log-probabilities of" in out
 
 
@@ -241,30 +246,30 @@ def test_a_measurement_that_was_killed_is_finished(
     assert not list(cache.glob("*.part"))
 
 
-def test_a_measurement_tells_what_it_is_for(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break: say nothing of rows that no step reads; count the rows of one step; leave out the time."""
-    monkeypatch.setattr(reference, "_PRINT_INTERVAL_S", 0.0)
-    _, _, out = run("few", **asked(folder, train__steps=2))
-    assert re.search(r"note: .* by the teacher, and the run uses 8 of the \d+ training rows", out)
-    lines = re.findall(r"teacher: ([\d,]+) of ([\d,]+) tokens, eta [\d:]+\n", out)
-    assert lines[0][0] != lines[0][1]
-    assert lines[-1][0] == lines[-1][1]
-    _, _, out = run("all", **asked(folder, train__steps=60, distill__temperature=1.0))
-    assert "log-probabilities of" in out
-    assert "by the teacher" not in out
-
-
-def test_abandoned_parts_are_removed(run: Any, folder: Path, cache: Path) -> None:
-    """Break: remove a part that is new, or in use."""
+def test_a_measurement_tells_what_it_is_for(
+    run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes abandoned parts. Break: say nothing of rows that no step reads; count the rows of one step; leave out
+    the time; remove a part that is new, or in use.
+    """
     cache.mkdir(parents=True)
     for name, age_s in ("old", 40 * 86400), ("new", 86400), ("used", 40 * 86400):
         part = cache / f"{name}.part"
         part.touch()
         os.utime(part, (time.time() - age_s,) * 2)
+    monkeypatch.setattr(reference, "_PRINT_INTERVAL_S", 0.0)
     with (cache / "used.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run("run", **asked(folder))
+        _, _, out = run("few", **asked(folder, train__steps=2))
     assert {part.stem for part in cache.glob("*.part")} == {"new", "used"}
+    assert re.search(r"note: .* by the teacher, and the run uses 8 of the \d+ training rows", out)
+    lines = re.findall(r"teacher: ([\d,]+) of ([\d,]+) tokens, eta [\d:]+\n", out)
+    assert lines[0][0] != lines[0][1]
+    assert lines[-1][0] == lines[-1][1]
+    all_rows = asked(folder, train__steps=3, train__batch_size=32, distill__temperature=1.0)
+    _, _, out = run("all", **all_rows)
+    assert "log-probabilities of" in out
+    assert "by the teacher" not in out
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import transformers
 
 from offload.app import environment
 from offload.app.config.config import Config
-from offload.app.training import planner
+from offload.app.training import planner, records
 from offload.app.training.records import describe_streaming
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
@@ -25,9 +25,7 @@ from offload.engine.engine import Engine
 from offload.engine.gradients import loss_scale, policies, updates
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError
 from offload.export import main as export_command
-from offload.extras.plan import alternatives
 from offload.lanes.timeline import Span, Timeline
-from offload.machine.hardware import Hardware, Rates
 from tests.telemetry.reader import read_trace
 from tests.training.conftest import HOST
 
@@ -204,8 +202,9 @@ def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_trace_is_written_when_a_step_fails(
-    run: Any, tmp_path: Path, before_step: Any, error: type[BaseException]
+    run: Any, tmp_path: Path, before_step: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(records, "REPORTS", {"page": lambda folder, _say: (folder / "report.html").touch()})
     with before_step(4, error("on purpose")), pytest.raises(error, match="on purpose"):
         run("failed", train__steps=5)
     files = {file.name for file in (tmp_path / "failed").iterdir()}
@@ -299,12 +298,8 @@ def test_how_a_run_clips_is_left_to_its_steps_and_written(
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's free memory is a budget")
 def test_the_written_configuration_says_how_far_it_fetches_ahead(
-    run: Any, settings: dict[str, Any], prefetch: int | str, monkeypatch: pytest.MonkeyPatch
+    run: Any, with_plan: None, settings: dict[str, Any], prefetch: int | str
 ) -> None:
-    # Under load, a link measurement can be so slow that a deeper prefetch pays off.
-    rates = Rates(1e10, 1e10, 2e10, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, 1e-5)
-    machine = Hardware("made up", "cpu", 1, None, 1 << 34, None, None, False, rates)
-    monkeypatch.setattr(alternatives, "probe", lambda *_, **__: machine)
     result, _, _ = run("ahead", **settings, **STREAMED)
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
