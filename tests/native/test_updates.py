@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.native import kernels
+from tests.matrix import matrix
 from tests.native.states import ISAS, State, ordinary, same_bits, ulps_apart, wild
 
 N = 20_001
@@ -39,9 +40,7 @@ def step(rule: str, s: State, is_split: bool = False, **settings: Any) -> tuple[
     return int(count), [kernels.join(*master) if is_split else master, *moments]
 
 
-@pytest.mark.parametrize("make", [ordinary, wild])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("n", [0, 1, 31, 33, 1_000, 3 * (1 << 16) + 4_097])
+@matrix(make=[ordinary, wild], rule=[*RULES], n=[0, 1, 31, 33, 1_000, 3 * (1 << 16) + 4_097])
 def test_isas_threads_pieces_masters_and_the_fallback_give_the_same_bits(make, rule, n, monkeypatch):
     s = make(n)
     s.g = s.g.bfloat16().float()
