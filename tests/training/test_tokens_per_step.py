@@ -13,7 +13,7 @@ from tests.run_folder import SHAPE, assert_same_tensors, losses, write_shape, wr
 
 @pytest.mark.slow
 def test_tokens_have_the_bits_that_their_rows_have_also_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    with_plan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Break: decide the rows again at a resume."""
     write_shape(tmp_path / "shape", **SHAPE)
