@@ -207,3 +207,11 @@ def test_accelerate_steps_without_its_grad_scaler(tmp_path: Path, monkeypatch: p
     assert script.losses == losses
     assert_same_weights(script.weights(), wanted)
     script.accelerator.unscale_gradients()
+
+
+def test_a_schedule_waits_also_where_no_scale_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(tmp_path, True, accumulation=1, offload={"placement": PLACEMENT, "on_nonfinite": "skip"})
+    factors, backward = iter([1.0, float("inf"), 1.0]), script.accelerator.backward
+    monkeypatch.setattr(script.accelerator, "backward", lambda loss: backward(loss * next(factors)))
+    script.run(3)
+    assert script.schedule.get_last_lr() == [LR * (1 / 3)] * 2

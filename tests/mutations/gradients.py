@@ -19,6 +19,7 @@ from offload.engine.loss import parts as losses
 from offload.engine.units import keep
 from offload.engine.units.traits import Rows
 from offload.extras.quant.codecs import IntegerCodec
+from offload.integrations.accelerate import OffloadAccelerator
 from offload.integrations.optimizer import OffloadOptimizer
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece
@@ -244,6 +245,11 @@ enter_as(
     "loss-scale-in-gradients-of-the-script",
     replaced(DynamicScale, "_without_scale", lambda self, gradients: gradients),
     "tests/engine/test_fp16.py::test_gradients_outside_of_the_model_are_without_the_scale",
+)
+enter_as(
+    "grad-scaler-left-to-accelerate",
+    replaced(OffloadAccelerator, "drop_scaler", lambda self: None),
+    "tests/integrations/test_fp16.py::test_accelerate_steps_without_its_grad_scaler",
 )
 enter_as(
     "schedule-moves-in-a-skipped-step",

@@ -104,9 +104,12 @@ class DynamicScale(LossScale):
         """Run the backward from a scaled loss. The script's own parameters in the graph get gradients without scale."""
         leaves = [node for node in _leaf_nodes(loss) if not is_weight(node.variable)]
         handles = [node.register_prehook(self._without_scale) for node in leaves]
+        root = None  # of other than one number, torch makes none either
+        if loss.numel() == 1:
+            root = torch.full_like(loss, self.value)
         self._is_at_root = True
         try:
-            loss.backward(torch.full_like(loss, self.value))
+            loss.backward(root)
         finally:
             self._is_at_root = False
             for handle in handles:
