@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, OffloadError, format_bytes, warn
 from offload.user_cache import hash_paths, kept_bytes
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
@@ -204,6 +205,8 @@ class Accelerator:
         description["runtime"] = (
             f"{device_type.upper()} {getattr(torch.version, device_type, None) or torch.version.hip}"
         )
+        if self.is_integrated:
+            description["weights_in_host_memory"] = "used in place" if self.uses_pages else "copied"
         with suppress(AttributeError):  # missing for other device types and older torch versions
             description["capability"] = f"{properties.major}.{properties.minor}"
             description["pci"] = (
@@ -225,6 +228,29 @@ class Accelerator:
     def is_integrated(self) -> bool:
         """True if the device computes in host memory, where offloading saves nothing."""
         return bool(getattr(self.module.get_device_properties(self.device), "is_integrated", False))
+
+    @property
+    def uses_pages(self) -> bool:
+        """True if the device computes over registered host memory without copies, at full rate.
+
+        A GH200 may, but its link has a ninth of the rate of its own memory: there copies pay.
+        """
+        return self.can_register and self.is_integrated
+
+    def over(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a device tensor over the memory of `host`, which is registered, flat and contiguous. No copy.
+
+        Raises OffloadError if the driver has not registered the memory.
+        """
+        if host.numel() and not host.is_pinned():
+            raise OffloadError(
+                f"{self.device} computes over weights in host memory, and the driver has not registered "
+                f"{format_bytes(host.nbytes)} of them. Raise the limit of locked memory (`ulimit -l`, or that of the "
+                "container), or keep the states on the device: --offload.parameters device --offload.optimizer device."
+            )
+        storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), self.device, host.nbytes)
+        weakref.finalize(storage, _drop, host).atexit = False  # the storage owns no memory: `host` lives as long
+        return torch.empty(0, dtype=host.dtype, device=self.device).set_(storage, 0, host.shape, (1,))
 
     @property
     def backend(self) -> str | None:
@@ -372,6 +398,10 @@ class Accelerator:
     def forget_error(self) -> None:
         """Clear the error just returned by a call in this thread, so no later call reports the error."""
         raise NotImplementedError
+
+
+def _drop(_host: torch.Tensor) -> None:
+    """End the life of a tensor kept by a finalizer."""
 
 
 _warned: set[torch.device] = set()

@@ -100,7 +100,10 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
     cores = f"{cpu.get('name') or cpu['machine']}, {describe_cores(cpu)}"
     if quota := cpu.get("quota"):
         cores += f"\nat most {whole_cores(quota['cores'])} threads in the kernels, in torch, and in its compiler"
-    gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {gpu['runtime']}" for gpu in about["gpus"]]
+    gpus = [
+        f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {gpu['runtime']}{_one_memory(gpu)}"
+        for gpu in about["gpus"]
+    ]
     return [
         ("versions", ", ".join(versions)),
         ("system", about["platform"]),
@@ -108,6 +111,13 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", ", ".join(sizes)),
         ("gpu", "\n".join(gpus) or "none: the device is a part of the memory of the CPU"),
     ]
+
+
+def _one_memory(gpu: dict[str, Any]) -> str:
+    """Return how a GPU in the host's memory uses weights there; empty for others."""
+    if way := gpu.get("weights_in_host_memory"):
+        return f"\nin the host's memory: weights there are {way}"
+    return ""
 
 
 def _live(diagnosis: dict[str, Any]) -> list[tuple[str, str]]:

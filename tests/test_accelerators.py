@@ -196,7 +196,13 @@ def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:
         described.append(CudaAccelerator(torch.device("cuda", 0), module).describe())
         assert not CudaAccelerator(torch.device("cuda", 0), module).is_integrated
         found.is_integrated = 1
-        assert CudaAccelerator(torch.device("cuda", 0), module).is_integrated
+        ways = []
+        for kind in (Accelerator, CudaAccelerator):
+            accelerator = kind(torch.device("cuda", 0), module)
+            assert accelerator.is_integrated
+            assert accelerator.uses_pages is accelerator.can_register
+            ways.append(accelerator.describe()["weights_in_host_memory"])
+        assert ways == ["copied", "used in place"]
     least = {"name": "one", "memory_bytes": 80, "runtime": f"CUDA {torch.version.cuda}"}
     assert described == [
         least | {"capability": "9.0", "pci": "0000:3b:00.0"},

@@ -125,6 +125,7 @@ def describe_cores(cpu: Mapping[str, Any]) -> str:
 def integrated_note(name: str) -> str:
     """Return a note about devices using host memory."""
     return (
-        f"{name} uses the host's memory: states offloaded to the cpu tier take the same memory, plus copies. "
-        "--offload.parameters device --offload.optimizer device is faster; only nvme saves memory."
+        f"{name} uses the host's memory: states offloaded to the cpu tier take the same memory. Weights in the dtype "
+        "of compute are used there without a copy, gradients and quantized weights are copied. "
+        "--offload.parameters device --offload.optimizer device copies nothing; only nvme saves memory."
     )

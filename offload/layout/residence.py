@@ -58,6 +58,8 @@ class Residence:
     """Tier for planes without an entry in a row: DEVICE or HOST."""
     keeps_weights: bool = False
     """True if the device keeps a copy of all weights, although states are on another tier."""
+    uses_pages: bool = False
+    """True if the device computes over weights in host memory, because both tiers are one memory."""
     file_staging_bytes: int = 0
     """Staging memory for direct reads from model files, in bytes. 0: reads use the page cache."""
 
@@ -101,7 +103,12 @@ class Residence:
 
     def is_used_in_place(self, region: Region) -> bool:
         """True if compute reads this region where it is stored."""
-        return not self.copies_weights and region.is_stored_as_used
+        if not region.is_stored_as_used or self.sharding.gathers:
+            return False
+        if self.common == DEVICE:
+            return True
+        is_in_pages = self.uses_pages and self.tier(region, region.plane("weights")) == HOST
+        return is_in_pages and self.row(region).update != SLOT
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return the planes next to the weights in the slot, for the update there."""

@@ -41,6 +41,8 @@ class FreeMemory:
     """Host bytes the model releases after the engine has copied the weights."""
     total_device_bytes: int | None = None
     """Accelerator memory in bytes, free or not; None: no accelerator."""
+    uses_pages: bool = False
+    """True if the accelerator computes over host memory without copies, at full rate."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class ThisMachine:
         if accelerator is None:
             return FreeMemory(None, host, host_bound, in_host=True, model_bytes=min(model_bytes))
         free, total = map(min, zip(*devices, strict=True))
-        return FreeMemory(free, host, host_bound, accelerator.is_integrated, min(model_bytes), total)
+        in_host, uses_pages = accelerator.is_integrated, accelerator.uses_pages
+        return FreeMemory(free, host, host_bound, in_host, min(model_bytes), total, uses_pages)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ class SpecifiedMachine:
         bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
         in_host = not self.has_accelerator or self.hardware.shares_memory
         host_bytes = self.hardware.host_bytes // comm.local_size
-        return FreeMemory(device_bytes, host_bytes, bound, in_host, total_device_bytes=device_bytes)
+        uses_pages = self.has_accelerator and self.hardware.shares_memory
+        return FreeMemory(device_bytes, host_bytes, bound, in_host, 0, device_bytes, uses_pages)
 
 
 Machine = ThisMachine | SpecifiedMachine

@@ -342,6 +342,11 @@ class _Request:
     has_accelerator: bool
     """False if the host computes."""
 
+    @property
+    def uses_pages(self) -> bool:
+        """True if the device computes over weights in host memory. With a delay it computes over older ones."""
+        return self.free.uses_pages and not self.settings.delay
+
     def overlaps(self, reads: bool) -> bool:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
         return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed())
@@ -435,7 +440,7 @@ def _device_room(request: _Request, residence: Residence, update: str) -> tuple[
     most_numel = device_updates.tile_numel(request.regions, budget, request.sharding)
     if placement.optimizer_memory is not None:
         return most_numel, int(placement.optimizer_memory)
-    if placement.optimizer != "auto" or budget is None:
+    if placement.optimizer != "auto" or budget is None or request.free.uses_pages:  # in one memory nothing is nearer
         return most_numel, 0
     # Weights first: each weight byte is copied to the device twice per step, other state bytes once per direction.
     streamed = device_updates.all_on_device(request.regions, most_numel, request.sharding)
@@ -574,6 +579,9 @@ def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
         budget = free.device_bytes
     if budget is None:
         return None
+    # Without a disk, states beyond the device go to the same memory: that leaves no more for activations.
+    if free.uses_pages and placement.budget(DEVICE) is None and placement.nvme_dir is None:
+        return int((min(budget, free.host_bytes) + free.model_bytes) * _SHARE_OF_FREE_MEMORY)
     return int(budget * _SHARE_FOR_STATES)
 
 
@@ -593,7 +601,8 @@ def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple
     if placement.nvme_dir is None:  # no other tier: `check_host` reports a misfit
         tiers = {state: HOST if tier == "auto" else tier for state, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
-        host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+        share = _SHARE_FOR_STATES if free.uses_pages else _SHARE_OF_FREE_MEMORY
+        host_bytes = int(free.host_bytes * share)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - reserved)
     return tiers, host_bytes
@@ -607,9 +616,10 @@ def _choose_common(request: _Request) -> Residence:
     """
     placement = request.settings.placement
     free = request.free
-    residence = Residence(sharding=request.sharding)
+    residence = Residence(sharding=request.sharding, uses_pages=request.uses_pages)
     if placement.parameters == FILES:
-        residence = read_from_files(request.sharding, request.regions, placement.budget(HOST), free.host_bytes)
+        files = read_from_files(request.sharding, request.regions, placement.budget(HOST), free.host_bytes)
+        residence = replace(files, uses_pages=request.uses_pages)
         if not residence.rows:
             raise ConfigError(
                 "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "

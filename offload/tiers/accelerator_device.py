@@ -98,6 +98,9 @@ class AcceleratorDevice:
     def address(self, memory: torch.Tensor | torch.UntypedStorage) -> int:
         return memory.data_ptr()
 
+    def over(self, host: torch.Tensor) -> torch.Tensor:
+        return self._accelerator.over(host)
+
     def return_holes(self) -> None:
         """Do nothing: the caching allocator of the accelerator keeps and uses its blocks."""
 

@@ -60,6 +60,10 @@ class CpuDevice:
         """
         return memory.data_ptr()
 
+    def over(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a device tensor over registered host memory, flat, without a copy."""
+        return host
+
     def return_holes(self) -> None:
         """Return freed memory between kept tensors to the system, once for 64 MiB that the ledger has grown.
 

@@ -96,6 +96,13 @@ class Slots:
 
         # By region, computed once: a fetch asks for them each time.
         self._in_place = set(filter(self._residence.is_used_in_place, regions))
+        self._pages: dict[Region, torch.Tensor] = {}
+        """Weights in host memory, as the device computes over them. The fences of their tiles order the two."""
+        if store.is_below_device:
+            weights = {region: store.states[region].planes["weights"] for region in self._in_place}
+            self._pages = {region: self._device.over(flat) for region, flat in weights.items()}
+        self._kept_pages: set[Region] = set()
+        """Those among them that modules read without a use."""
         self._co_fetched = {region: self._residence.co_fetched(region) for region in regions}
         self._slot_sizes = {region: self._residence.slot_bytes(region) for region in regions}
 
@@ -202,12 +209,20 @@ class Slots:
             fences.append(slot.fence)
         for region in regions:
             if region in self._resident_fences:
-                fences.append(self._resident_fences[region])  # noqa: PERF401 (a comprehension is a call)
+                fences.append(self._resident_fences[region])
+            elif region in self._pages:
+                fences += self._page_fences(region)
         return fences
+
+    def _page_fences(self, region: Region) -> list[Fence]:
+        return [tile.fence for tile in self._store.states[region].held_tiles]
 
     def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
-        tickets = [ticket for fence in self._resident_fences.values() for ticket in fence.before_read()]
+        fences = [*self._resident_fences.values()]
+        for region in self._kept_pages:
+            fences += self._page_fences(region)
+        tickets = [ticket for fence in fences for ticket in fence.before_read()]
         if tickets:
             self._lanes.compute_after(tickets)
 
@@ -267,7 +282,9 @@ class Slots:
         weights = {}
         end = self.offset(cargo)
         for region in regions:
-            if region in self._in_place:
+            if region in self._pages:
+                weights[region] = self._pages[region]
+            elif region in self._in_place:
                 weights[region] = self._store.states[region].planes["weights"]
             elif region in self._resident_fences:
                 weights[region] = self._flats[region]
@@ -318,7 +335,7 @@ class Slots:
         """Look up the addresses of all weight memory, after some has come or moved."""
         self._addresses = self._addresses_of(self._memory)
         self._extra_addresses = self._addresses_of(self._extra)
-        flats = [*self._flats.values()]
+        flats = [*self._flats.values(), *self._pages.values()]
         if not self._residence.copies_weights:
             flats += [state.planes["weights"] for state in self._store.states.values()]
         self._storages = {self._device.address(flat.untyped_storage()) for flat in flats}
@@ -371,6 +388,8 @@ class Slots:
 
         Raises DoesNotFitError without room for all of them; then no region becomes resident.
         """
+        regions = [*regions]
+        self._kept_pages.update(self._pages.keys() & set(regions))
         coming: list[tuple[Region, torch.Tensor]] = []
         try:
             coming.extend(
@@ -394,6 +413,8 @@ class Slots:
         chosen: Collection[Region] = self._resident_fences
         if regions is not None:
             chosen = set(regions)
+        for region in self._kept_pages:
+            self._deferred.start(region)
         for region, fence in self._resident_fences.items():
             if region in chosen and (always or region.trainable or fence.has_failed):
                 self._deferred.start(region)
@@ -449,6 +470,7 @@ class Slots:
         self.extend(self._memory)
         self._resident_fences.clear()
         self._flats.clear()
+        self._pages.clear()
         self.weight_decoder.close()
 
     # -- copies ----------------------------------------------------------------------------------------------

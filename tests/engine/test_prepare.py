@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Mu
 from offload.distributed.comm import Comm
 from offload.engine.prepare import prepare
 from offload.errors import ConfigError
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import SpecifiedMachine
+from offload.planning.memory import bytes_on
+from offload.planning.plan import Plan
 from offload.planning.settings import Settings
 
 GPU = Hardware(
@@ -78,3 +82,26 @@ def test_a_described_device_has_the_memory_that_is_written_there() -> None:
     )
     assert (small.plan.residence.common, large.plan.residence.common) == ("cpu", "device")
     assert (small.settings.device, small.plan.overlap, small.plan.device_bytes is None) == ("cuda", True, False)
+
+
+def test_one_memory_for_both_tiers_has_all_states_once(tmp_path: Path) -> None:
+    """Breaks: a share for states as on other devices; optimizer states on the device beside others on the host."""
+
+    def planned(memory_bytes: int, **more: Any) -> Plan:
+        machine = replace(read_machine("gb10"), device_bytes=memory_bytes, host_bytes=memory_bytes, **more)
+        placement = Placement("auto", "auto", nvme_dir=str(tmp_path) if memory_bytes < needed else None)
+        settings = Settings(placement=placement, precision="bf16")
+        return prepare(on_meta(), settings, Comm(), SpecifiedMachine(machine)).plan
+
+    needed = 0
+    needed = bytes_on("device", planned(1 << 30).allocations)
+    one = planned(int(needed / 0.8))
+    assert (one.residence.common, bytes_on("cpu", one.allocations)) == ("device", 0)
+    two = planned(int(needed / 0.8), shares_memory=False)
+    assert two.residence.common == "cpu"
+    assert two.of("device", "unit slot").num_bytes
+    below = planned(int(needed * 0.8))
+    assert bytes_on("nvme", below.allocations)
+    assert 0 < bytes_on("cpu", below.allocations) < 0.65 * int(needed * 0.8)
+    on_device = {each.name for each in below.allocations if each.tier == "device"}
+    assert on_device == {"gradient buffer", "accumulated gradients"}, "no slot"

@@ -479,7 +479,10 @@ class Forecaster:
                 f"{self.num_ranks}, each rank with a device of its own."
             )
         if hardware.shares_memory:
-            notes.append("the device uses the host's memory: moving states to the host frees no memory.")
+            in_place = ""
+            if prepared.plan.residence.uses_pages and prepared.plan.residence.common == HOST:
+                in_place = ", and weights there are used without a copy"
+            notes.append(f"the device uses the host's memory: moving states to the host frees no memory{in_place}.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
             notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
         if self._unplanned:

@@ -1,6 +1,7 @@
 #include "heap.h"
 
 #include "device.h"
+#include "pinned.h"
 
 #include <c10/util/Exception.h>
 
@@ -45,6 +46,9 @@ bool Heap::holds(const void* address) const {
 }
 
 char* Heap::real(const void* address) const {
+  if (!holds(address) && isPinned(address)) {
+    return static_cast<char*>(const_cast<void*>(address));  // registered host memory, at its own address
+  }
   TORCH_CHECK(holds(address), "an illegal memory access was encountered: ", address, " is no memory of device ",
               int(device_.index()));
   return real_ + (reinterpret_cast<uintptr_t>(address) - seen_);
