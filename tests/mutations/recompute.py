@@ -18,6 +18,7 @@ from offload.engine.units.masked_attention import MaskedAttention
 from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.extras.adapters import merge
 from offload.extras.large import kept_products, tiles
+from offload.extras.large.expert_rows import RecordRows
 from offload.extras.large.streamed_experts import StreamedExperts
 from offload.extras.quant.codecs import IntegerCodec
 from offload.tiers.slots import Slots
@@ -166,6 +167,12 @@ def tokens_of_another_expert(patch: pytest.MonkeyPatch) -> None:
         return hidden, index ^ 1, weights
 
     patch.setattr(StreamedExperts, "_check_arguments", swapped)
+
+
+@mutation("tests/engine/test_grouped_experts.py")
+def results_of_a_record_added_from_the_last_expert_on(patch: pytest.MonkeyPatch) -> None:
+    add = RecordRows.add_to
+    patch.setattr(RecordRows, "add_to", lambda self, *given, descending=False: add(self, *given, descending=True))
 
 
 @mutation("tests/engine/test_streamed_experts.py")

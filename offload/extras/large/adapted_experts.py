@@ -1,7 +1,8 @@
 """Streamed experts under PEFT's LoRA on parameters (`target_parameters`).
 
 PEFT adds scale * lhs @ rhs to a whole stack of experts before the forward. Streamed experts add the same product, by
-the same operation, to one expert after the fetch. The factors of all experts are trained parameters of the block.
+the same operation, to the experts in a record after the fetch. The factors of all experts are trained parameters of the
+block.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class Factors(NamedTuple):
     """[experts, rank, columns], in the dtype of the stack."""
     scale: float
 
-    def of_expert(self, expert: int) -> Factors:
-        """Return the factors of one expert, [1, ...], outside of the graph."""
+    def of_experts(self, experts: range) -> Factors:
+        """Return the factors for the experts in a record, outside of the graph."""
         lhs, rhs = (
-            each[expert : expert + 1].detach().requires_grad_(each.requires_grad) for each in (self.lhs, self.rhs)
+            each[experts.start : experts.stop].detach().requires_grad_(each.requires_grad)
+            for each in (self.lhs, self.rhs)
         )
-        return self._replace(lhs=lhs, rhs=rhs)  # leaves, so that each expert has a backward alone
+        return self._replace(lhs=lhs, rhs=rhs)  # leaves, so that each record has a backward alone
 
     def add_to(self, weight: Tensor) -> Tensor:
-        """Return the changed weight of one expert, [1, rows, columns]."""
+        """Return the changed weights, [experts, rows, columns]."""
         with torch.autocast(weight.device.type, enabled=False):  # as around PEFT's own change
             return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scale)
 

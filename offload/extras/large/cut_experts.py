@@ -108,15 +108,14 @@ def _check(
 def _records(
     stacks: Sequence[ParameterPlace], infos: Sequence[ParameterInfo], num_experts: int
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces per record: consecutive experts with one piece per stack."""
+    """Return the pieces per record: one of each stack, with the same consecutive experts."""
     shared = [infos[place.parameter] for place in stacks]
     expert_bytes = sum(info.numel // num_experts * DTYPES[info.compute].itemsize for info in shared)
     # As many experts as fill a record, unless the layer then had too few records.
     step = min(-(-RECORD_BYTES // max(1, expert_bytes)), max(1, num_experts // _LEAST_RECORDS))
     return tuple(
         tuple(
-            Piece(info.index, expert * (info.numel // num_experts), (1, *info.shape[1:]))
-            for expert in range(first, min(first + step, num_experts))
+            Piece(info.index, first * (info.numel // num_experts), (min(step, num_experts - first), *info.shape[1:]))
             for info in shared
         )
         for first in range(0, num_experts, step)

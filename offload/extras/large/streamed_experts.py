@@ -1,7 +1,7 @@
 """Experts fetched only if tokens are routed to them, one record (a few experts) at a time.
 
 Calls arrive through the transformers experts interface. Rows are sorted by expert on the device, so the host waits for
-the device once a pass: for the number of rows of each expert.
+the device once a pass: for the number of rows of each expert. Experts in one record run together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.extras.large.adapted_experts import ExpertAdapters, Factors, matrices
-from offload.extras.large.expert_rows import ExpertForward, ExpertRows
+from offload.extras.large.expert_rows import ExpertRows, RecordRows
+from offload.extras.large.record_forward import RecordForward
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
@@ -40,8 +41,8 @@ class ExpertRecord(NamedTuple):
 
     regions: tuple[Region, ...]
     """Regions with the expert weights."""
-    experts: tuple[int, ...]
-    """Expert numbers in the layer, ascending."""
+    experts: range
+    """Expert numbers in the layer."""
 
 
 class RecordStream:
@@ -89,18 +90,12 @@ class StreamedExperts:
         # Inside of transformers' decorator, which would call `_forward` again.
         own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
         self._signature = inspect.signature(own)
-        self._forward = ExpertForward(unit.module, own)
+        self._forward = RecordForward(unit, own)
         # A record has a region for each dtype, rule or codec of its stacks, all with one name.
         by_name: dict[tuple[str, ...], list[Region]] = {}
         for region in unit.regions:
             by_name.setdefault(region.units, []).append(region)
-        self._records = [
-            ExpertRecord(
-                tuple(regions), tuple(sorted({_expert(piece) for region in regions for piece in region.pieces}))
-            )
-            for regions in by_name.values()
-        ]
-        self._num_experts = 1 + max(expert for record in self._records for expert in record.experts)
+        self._records = [ExpertRecord(tuple(regions), _experts(regions[0].pieces[0])) for regions in by_name.values()]
 
     @property
     def module(self) -> nn.Module:
@@ -145,13 +140,12 @@ class StreamedExperts:
         if saved is not None:
             return saved
         result = torch.zeros_like(hidden)
-        rows = ExpertRows(index, self._num_experts)
+        rows = self._rows(index)
         chosen = rows.sort(weights)
-        for expert, live in self._fetch_experts(set(rows.spans), descending=False, trains=False):
-            span = rows.spans[expert]
-            tokens = rows.tokens[span]
-            by_expert = [each.of_expert(expert) for each in changes]
-            result.index_add_(0, tokens, self._run(live, by_expert, hidden[tokens], chosen[span]))
+        for experts, live in self._fetch_records(rows.hit, descending=False, trains=False):
+            group = rows.of_record(experts)
+            of_record = [each.of_experts(experts) for each in changes]
+            group.add_to(result, self._run(live, of_record, hidden[group.tokens], chosen[group.span], group))
         self._runner.outputs.record(result)
         return result
 
@@ -166,37 +160,42 @@ class StreamedExperts:
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
         """Return the gradients for tokens, choice weights, and both factors of each change (None: not trained).
 
-        Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
+        Expert gradients go to the gradient flow if `trains`. A token's gradients are added from its last
+        expert on, as in autograd.
         """
-        rows = ExpertRows(index, self._num_experts)
+        rows = self._rows(index)
         chosen = rows.sort(weights)
         of_hidden, of_chosen = torch.zeros_like(hidden), torch.zeros_like(chosen)
         of_factors = [torch.zeros_like(each) if each.requires_grad else None for each in matrices(changes)]
-        for expert, live in self._fetch_experts(set(rows.spans), descending=True, trains=trains):
-            span = rows.spans[expert]
-            tokens = rows.tokens[span]
-            by_expert = [each.of_expert(expert) for each in changes]
+        for experts, live in self._fetch_records(rows.hit, descending=True, trains=trains):
+            group = rows.of_record(experts)
+            of_record = [each.of_experts(experts) for each in changes]
             with torch.enable_grad():
-                inputs = [hidden[tokens].requires_grad_(), chosen[span].requires_grad_()]
-                result = self._run(live, by_expert, *inputs)
-            leaves = matrices(by_expert)
+                inputs = [hidden[group.tokens].requires_grad_(), chosen[group.span].requires_grad_()]
+                result = self._run(live, of_record, inputs[0], inputs[1], group)
+            leaves = matrices(of_record)
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             leaves_only = None if trains else [*inputs, *trained]  # None: weights too, and their hooks take gradients
-            torch.autograd.backward(result, gradient[tokens], inputs=leaves_only)
+            torch.autograd.backward(result, gradient[group.tokens], inputs=leaves_only)
             of_rows, of_span = (tensor.grad for tensor in inputs)
             assert of_rows is not None
-            of_hidden.index_add_(0, tokens, of_rows)
+            group.add_to(of_hidden, of_rows, descending=True)
             if of_span is not None:
-                of_chosen[span] = of_span
+                of_chosen[group.span] = of_span
             for of_factor, leaf in zip(of_factors, leaves, strict=True):
                 if of_factor is not None and leaf.grad is not None:
-                    of_factor[expert] = leaf.grad[0]
+                    of_factor[experts.start : experts.stop] = leaf.grad
         return of_hidden, rows.unsort(of_chosen), of_factors
 
-    def _fetch_experts(
+    def _rows(self, index: torch.Tensor) -> ExpertRows:
+        """Return the layer's rows, in groups by record."""
+        first, last = self._records[0].experts, self._records[-1].experts
+        return ExpertRows(index, last.stop, len(first))
+
+    def _fetch_records(
         self, hit: set[int], *, descending: bool, trains: bool
-    ) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
-        """Yield (expert, Parameters [1, ...] keyed by model index) for the experts in `hit`.
+    ) -> Iterator[tuple[range, Mapping[int, nn.Parameter]]]:
+        """Yield (experts, Parameters [experts, ...] keyed by model index) for the records with experts in `hit`.
 
         With `trains`, gradients for all experts in the layer go to the gradient flow. As in plain PyTorch, with one
         gradient per stack, an expert without tokens has gradient 0 and is updated.
@@ -214,10 +213,8 @@ class StreamedExperts:
         for record in self._stream.pass_over(used):
             if trains:
                 flow.open_record(record.regions)
-            live = self._live(record, trains)
-            for expert in record.experts[::order]:
-                if expert in hit:
-                    yield expert, live[expert]
+            if not hit.isdisjoint(record.experts):
+                yield record.experts, self._live(record, trains)
             if trains:
                 flow.close_record(record.regions, frozen)
         if trains:
@@ -227,22 +224,20 @@ class StreamedExperts:
 
     def _repeat_exchanges(self, *, descending: bool, trains: bool) -> None:
         """Repeat the exchanges for experts hit on other ranks, without own tokens."""
-        for _ in self._fetch_experts(set(), descending=descending, trains=trains):
+        for _ in self._fetch_records(set(), descending=descending, trains=trains):
             pass
 
-    def _live(self, record: ExpertRecord, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
-        """Return the Parameters of a record, by expert and model index."""
+    def _live(self, record: ExpertRecord, trains: bool) -> Mapping[int, nn.Parameter]:
+        """Return the record's Parameters by model index."""
         slots, frozen = self._stream.slots, self._unit.frozen
         if trains:  # the runner hooks them, so gradients leave as they come
             parameters = self._runner.make_live(record.regions, slots)
         else:
             parameters = slots.parameters(record.regions)
-        by_expert: dict[int, dict[int, nn.Parameter]] = {}
         for piece, parameter in parameters.items():
             if not trains or piece.parameter in frozen:
                 parameter.requires_grad_(False)
-            by_expert.setdefault(_expert(piece), {})[piece.parameter] = parameter
-        return by_expert
+        return {piece.parameter: parameter for piece, parameter in parameters.items()}
 
     def _run(
         self,
@@ -250,19 +245,15 @@ class StreamedExperts:
         changes: Sequence[Factors],
         rows: torch.Tensor,
         weights: torch.Tensor,
+        group: RecordRows,
     ) -> torch.Tensor:
-        """Run one expert on the given rows."""
-        unit = self._unit
-        changed: Any = {each.parameter: each.add_to(live[each.parameter]) for each in changes}
-        unit.install({**unit.placeholders, **live, **changed})  # a stack of one expert in place of each whole one
-        try:
-            return self._forward(rows, weights)
-        finally:
-            unit.install(unit.placeholders)
+        """Run the experts in a record on their rows."""
+        changed = {each.parameter: each.add_to(live[each.parameter]) for each in changes}
+        return self._forward(rows, weights, group, {**live, **changed})
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Border between the unit graph and the experts, recomputed one by one."""
+    """Border between the unit graph and the experts, recomputed record by record."""
 
     @staticmethod
     def forward(
@@ -293,9 +284,10 @@ class _ExpertsFunction(torch.autograd.Function):
         return None, None, of_hidden, None, of_weights, None, *of_factors
 
 
-def _expert(piece: Piece) -> int:
-    """Return the expert number of a stack piece."""
-    return piece.begin // piece.numel
+def _experts(piece: Piece) -> range:
+    """Return the experts in a piece [experts, ...]."""
+    first = piece.begin * piece.shape[0] // piece.numel
+    return range(first, first + piece.shape[0])
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

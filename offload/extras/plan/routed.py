@@ -109,8 +109,7 @@ def describe_experts(structure: Structure, workload: Workload) -> str:
 
 
 def _num_experts(experts: UnitCandidate) -> int:
-    first = experts.records[0][0].parameter  # a stack has one piece for each expert
-    return sum(piece.parameter == first for record in experts.records for piece in record)
+    return sum(record[0].shape[0] for record in experts.records)
 
 
 def _miss_probability(experts: UnitCandidate) -> float:
