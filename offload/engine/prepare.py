@@ -17,6 +17,7 @@ from offload.distributed.comm import Comm
 from offload.engine.companions import companions_of
 from offload.engine.units.attention import attention_for
 from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
+from offload.engine.units.stages import STAGES
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
@@ -91,6 +92,9 @@ class Structure:
         )
         uses = Counter[Any](splitting.blocks.values())
         companions = companions_of(model)
+        # Whether blocks are compiled is settled later, and that needs nothing beside a unit.
+        eager = replace(settings, compile="never")
+        beside = [stage.beside(model, settings) for stage in STAGES.used_with(eager)]
         units = [
             UnitPlan(
                 c.name,
@@ -98,6 +102,7 @@ class Structure:
                 c.resident,
                 bool(c.records),
                 uses[c.blocks] if c.layer else 0,
+                sum(num_bytes(c) for num_bytes in beside),
                 next(filter(c.name.startswith, companions), ""),
             )
             for c in candidates

@@ -90,7 +90,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "distill": ("adapters", "data", "prefs"),
     "generate": ("adapters", "data"),
     "integrations": ("rules",),
-    "plan": ("adapters", "large", "zeroth"),
+    "large": ("quant",),
+    "plan": ("adapters", "large", "quant", "zeroth"),
     "prefs": ("adapters", "data"),
     "tools": ("large", "plan"),  # machine rates
     "zeroth": ("adapters",),

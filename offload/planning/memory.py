@@ -41,6 +41,7 @@ STAGING = "gradient staging"
 RESIDENT = "resident weights"
 LASTING = "accumulated gradients"
 LOSS = "memory of the loss"
+BESIDE = "codes of the unit in use"
 _PASSING = (
     SLOT,
     BUFFER,
@@ -56,6 +57,7 @@ _PASSING = (
     LASTING,
     UPDATE_RING,
     DECODING,
+    BESIDE,
 )
 """Device allocations independent of the state placement."""
 
@@ -90,6 +92,8 @@ class UnitPlan:
     Gradients for a row block can arrive in several chunks, accumulated in the gradient buffer.
     """
 
+    beside_bytes: int = 0
+    """Device bytes beside the weights while the unit is in use, for stages."""
     companion: str = ""
     """Beginning of the names of the companion with this unit; empty: the trained model."""
 
@@ -291,6 +295,7 @@ def plan_memory(
     if common == HOST:
         plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, kinds)))
     plan.append(Allocation(DEVICE, WORKSPACE, workspace_bytes))
+    plan.append(Allocation(DEVICE, BESIDE, max((unit.beside_bytes for unit in units if not unit.resident), default=0)))
     if num_directions:  # no backward: no gradients
         plan.append(Allocation(DEVICE, PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]

@@ -17,14 +17,17 @@ from offload.accelerators import CudaAccelerator
 from offload.engine.units.stages import stages_in_memory
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards
-from offload.extras.quant import products
-from offload.extras.quant.products import Fp8Products, ScaledMatrix, multiply, to_fp8
+from offload.extras.quant import products, weight_codes
+from offload.extras.quant.casts import ScaledMatrix, to_fp8
+from offload.extras.quant.products import Fp8Products
+from offload.extras.quant.weight_codes import multiply
+from offload.planning.memory import BESIDE
 from offload.planning.settings import Settings
 from tests.cases.models import adapted, batches, build, gpt2, llama, t5, tokens
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, planned_bytes
 from tests.engine.reference import Reference, count_labels, sum_by_layer
 from tests.engine.test_frozen_weights import dequantised
 
@@ -85,6 +88,43 @@ def test_compiled_blocks_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch) -> Non
     engine = both(ROWWISE | {"compile": "always"})
     assert engine.compiled_classes
     assert engine.compiled_graphs <= 2, "equal layers share their graphs"
+
+
+NUM_BYTES = {"fp8_rowwise": 15696, "fp8_tensorwise": 13392}
+"""Codes of a block: two of each of 6,656 weights, fp32 scales of 16 bytes or a row; and by row the largest cast."""
+
+
+@cpu_only("compiles for the CPU")
+@pytest.mark.parametrize(
+    ("settings", "num_casts"),
+    [
+        (ROWWISE | {"micro_batch_size": 1}, 3),
+        (ROWWISE | {"micro_batch_size": 1, "compile": "always"}, 3),
+        (ROWWISE | {"micro_batch_size": 1, "recompute": "never"}, 2),
+        (TENSORWISE, 2),
+    ],
+)
+def test_a_weight_is_cast_once_in_a_use(
+    settings: dict[str, Any], num_casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward, and in the backward for the recomputation and for the gradient, whatever the micro-batches: with
+    one scale for both the codes are one cast. Breaks: `close` at the end of a micro-batch, or no `close` at all.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_forwards, "BACKEND", "aot_eager")
+    casts = list[torch.Size]()
+
+    def cast(weight: torch.Tensor, **options: Any) -> ScaledMatrix:
+        casts.append(weight.shape)
+        return to_fp8(weight, **options)
+
+    monkeypatch.setattr(weight_codes, "to_fp8", cast)
+    with Engine(model(), **settings) as engine:
+        for seed in range(3):
+            casts.clear()
+            engine.step(tokens(seed))
+        assert len(casts) == num_casts * 10
+        assert planned_bytes(engine)["device", BESIDE] == NUM_BYTES[settings["matmul"]]
 
 
 def test_layers_cut_out_of_blocks_multiply_as_in_whole_blocks() -> None:
@@ -238,7 +278,8 @@ def test_a_recipe_is_tried_before_the_weights_are_read(
 ) -> None:
     """cuBLAS has no row scales on some cards and versions; the error came in the first step."""
     monkeypatch.setattr(products, "own_accelerator", lambda _name: card())
-    monkeypatch.setattr(products, "multiplies_fp8", lambda _device_type: True)
+    for module in (products, weight_codes):
+        monkeypatch.setattr(module, "multiplies_fp8", lambda _device_type: True)
     monkeypatch.setattr(torch, "_scaled_mm", product)
     if not problem:
         with Engine(model(), **settings) as engine:

@@ -21,6 +21,7 @@ from offload.extras.large import kept_products, tiles
 from offload.extras.large.expert_rows import RecordRows
 from offload.extras.large.streamed_experts import StreamedExperts
 from offload.extras.quant.codecs import IntegerCodec
+from offload.extras.quant.weight_codes import WeightCodes
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 
@@ -211,3 +212,14 @@ def inputs_of_units_lost_on_their_way_to_the_host(patch: pytest.MonkeyPatch) -> 
     patch.setattr(
         HostActivationOffload, "_copy_out", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where)
     )
+
+
+@mutation("tests/engine/test_fp8_products.py::test_steps_are_those_of_plain_pytorch_with_one_scale_for_a_matrix")
+def fp8_codes_of_earlier_weights(patch: pytest.MonkeyPatch) -> None:
+    """Codes outlive the use of a unit, and the next weights at their addresses get them."""
+
+    def close(codes: WeightCodes) -> None:
+        codes._memory = codes._memory.clone()
+        codes._end = 0
+
+    patch.setattr(WeightCodes, "close", close)

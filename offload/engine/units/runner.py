@@ -179,6 +179,8 @@ class UnitRunner:
             self._executor.enter(unit.regions, backward, reads)
             if backward:
                 self.gradients.open(unit.regions)
+            if reads:
+                self.stages.enter(unit)
         except BaseException:
             if backward:
                 self.has_failed = True
@@ -209,6 +211,7 @@ class UnitRunner:
                 self.leave()
             return
         unit = self._current_unit
+        self.stages.leave()
         if unit is not None:
             marks = self._lanes.record_compute(self._name, self._begin)
             self._ahead.leave(marks)
@@ -433,6 +436,7 @@ class UnitRunner:
         self._uses.clear()
         self.writes.forget()
         self._current_unit = None
+        self.stages.leave()
         self.rows = Rows(rank=self.rows.rank)
         self.gradients.end_step()
         self._is_in_model = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from offload.doors import Door
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.call import Router
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, ForwardRunner, Use
@@ -85,6 +86,22 @@ class Stage:
         """Within the context, a model in memory computes as units with this stage do. Default: as it is."""
         return nullcontext()
 
+    @classmethod
+    def beside(cls, model: nn.Module, settings: Settings) -> Callable[[UnitCandidate], int]:  # noqa: ARG003
+        """Return a function that says how many device bytes the stage needs beside a unit in use.
+
+        The plan has room for the largest unit, under the name `BESIDE`.
+        """
+        return lambda _: 0
+
+    def enter(self, unit: Unit) -> None:
+        """Begin a use, forward or backward, with all micro-batches: the weights are on the device until `leave`."""
+        self.inner.enter(unit)
+
+    def leave(self) -> None:
+        """End the use, if there is one."""
+        self.inner.leave()
+
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         """Return the forward for a use, with the signature of the module forward. The recomputation has the same."""
         return self.inner.forward_of(unit, use)
@@ -153,6 +170,12 @@ class OriginalForward(Stage):
 
     def __init__(self) -> None:
         super().__init__(self)
+
+    def enter(self, unit: Unit) -> None:
+        """Prepare nothing."""
+
+    def leave(self) -> None:
+        """Release nothing."""
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
         return unit.forward

@@ -68,6 +68,14 @@ class Use(NamedTuple):
 class Forwards(Protocol):
     """Chooses the forward of each use."""
 
+    def enter(self, unit: Unit) -> None:
+        """Begin a unit use, with its weights on the device."""
+        ...
+
+    def leave(self) -> None:
+        """End the use, if there is one."""
+        ...
+
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         """Return the forward for a use, with the signature of the module forward."""
         ...

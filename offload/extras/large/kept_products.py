@@ -20,6 +20,7 @@ from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Product, Use
 from offload.errors import OffloadError
 from offload.extras.large.document_operation import OPERATION
+from offload.extras.quant.weight_codes import PRODUCT
 from offload.machine.hardware import ATTENTION_SHARE
 from offload.planning.settings import Settings
 
@@ -45,7 +46,7 @@ _SUMS = frozenset((torch.ops.aten.add, torch.ops.aten._unsafe_view))
 """Operations, beside views, whose gradient reads no values."""
 # Versions of torch lack some of the names.
 _OPERATIONS = frozenset(
-    [OPERATION, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
+    [OPERATION, PRODUCT, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
 )
 
 
@@ -207,7 +208,7 @@ def _inner(func: Any, args: Sequence[Any], is_causal: bool) -> float:
         return attention_inner(args[1], 0.5 if is_causal else 1.0)
     has_sum = name in ("addmm", "baddbmm")
     inner = args[int(has_sum)].shape[-1]
-    return inner / 2 if "_scaled" in name else float(inner)  # FP8
+    return inner / 2 if "_scaled" in name or func.overloadpacket is PRODUCT else float(inner)  # FP8
 
 
 def attention_inner(key: torch.Tensor, share: float) -> float:

@@ -548,7 +548,7 @@ class Forecaster:
         cut = is_streamed, share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
         codecs = settings.frozen_weights, settings.link_weights, settings.sequence_parallel
         # All that a structure depends on: a search has many placements over few structures.
-        key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
+        key = repr((settings.optimizer, settings.precision, settings.matmul, codecs, settings.delay, cut))
         if key not in self._structures:
             model, quantized = self._built.model, self._built.quantized
             try:

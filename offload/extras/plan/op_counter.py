@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offload.engine.recording.watching import WatchingMode
 from offload.extras.large.kept_products import ProductsForward, attention_inner
 from offload.extras.plan.workload import NO_COST, Cost
+from offload.extras.quant.weight_codes import PRODUCT, cast_bytes
 
 _MOST_KNOWN = 1 << 22
 """Size limit, in elements, for values computed on the CPU."""
@@ -36,7 +37,7 @@ _FREE_OPERATIONS = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
 """Operations without compute, besides views: allocations, and views not marked as views."""
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
 """Operations reading only as many bytes as the result has, from a possibly larger table."""
-
+_FP8_PRODUCTS = frozenset((_aten._scaled_mm, PRODUCT))
 _FILLS = frozenset((_aten.copy_, _aten.zero_, _aten.fill_))
 """Operations that write the first operand without reading it."""
 
@@ -137,6 +138,9 @@ class OpCounter(WatchingMode):
             elif func.overloadpacket in _FILLS:
                 read = inputs[1:]
             num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, outputs))
+            if func.overloadpacket is PRODUCT:  # reads codes, with half the bytes that the weight has
+                num_bytes -= _touched_bytes(inputs[-1]) // 2
+                self.cost += replace(NO_COST, once_bytes=cast_bytes(*args[2:]))
             self.cost += _cost(func, args, num_bytes, _flops(func, args, kwargs, result))
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
@@ -261,7 +265,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 def _cost(func: Any, args: Any, num_bytes: int, flops: float) -> Cost:
     """Return the cost of an operation that reads and writes `num_bytes`."""
     if flops:
-        fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
+        fp8_flops = flops if func.overloadpacket in _FP8_PRODUCTS else 0.0
         return Cost(flops, num_bytes, 1, fp8_flops=fp8_flops)
     if func.overloadpacket is _aten.copy_ and _are_alike(*args[:2]):
         return Cost(0.0, 0.0, 1, copied_bytes=num_bytes)

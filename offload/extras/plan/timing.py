@@ -448,6 +448,7 @@ def compute_seconds(
     if rates.fresh_bytes_per_s is not None:
         kernels += sum(cost.fresh_bytes for cost in costs) / rates.fresh_bytes_per_s
     device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
+    device += sum(cost.once_bytes for cost in costs) / rates.elementwise
     device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
     host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
     return (max(device, host), 0.0) if is_cpu else (device, host)

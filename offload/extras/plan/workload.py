@@ -17,6 +17,7 @@ class Cost:
     num_operations: kernel launches.
     moved_bytes: bytes all other operations read and write, one operation after the other.
     copied_bytes: bytes that copies without a conversion read and write, in long stretches.
+    once_bytes: bytes read and written once in a use, for all micro-batches: weights are cast.
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     attention_flops: the part of `flops` in fused attention.
     fp8_flops: the part of `flops` in FP8 products.
@@ -32,6 +33,7 @@ class Cost:
     fp8_flops: float = 0.0
     fresh_bytes: float = 0.0
     copied_bytes: float = 0.0
+    once_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(add, self._numbers, other._numbers))

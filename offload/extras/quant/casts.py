@@ -23,6 +23,8 @@ LEAST_AMAX = 1e-12
 _MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 _EACH, _ALIGNMENT = 8, 16  # elements and bytes of a load
+_PART_ROWS = 256
+"""Rows cast at once by operations into given memory."""
 KERNELS = RunTimeKernels(
     "Matrices on {device} are cast to FP8 by torch operations (four times the bytes), because their own kernels do not "
     "work there ({reason}). Results are equal."
@@ -38,26 +40,41 @@ class ScaledMatrix(NamedTuple):
     """Factor for the values, fp32 [rows, 1], or [1, 1] for the whole matrix."""
 
 
-def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
-    """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number."""
+def to_fp8(
+    matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn, out: ScaledMatrix | None = None
+) -> ScaledMatrix:
+    """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number.
+
+    `out`: memory for the result (None: new memory).
+    """
     # A graph of torch.compile fuses the operations, and a kernel of ours would break the graph.
     if not torch.compiler.is_compiling() and _can_run(matrix):
         launches = _find_launches(matrix, by_row, dtype)
         if launches is not None:
-            return _launch(launches, matrix.contiguous(), by_row, dtype)
+            return _launch(launches, matrix.contiguous(), by_row, dtype, out)
     if matrix.is_meta:
         return _in_plan(matrix, by_row, dtype)
-    return _by_operations(matrix, by_row, dtype)
+    return _by_operations(matrix, by_row, dtype, out)
 
 
-def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
+def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype, out: ScaledMatrix | None = None) -> ScaledMatrix:
     dims: int | tuple[int, int] = (0, 1)
     if by_row:
         dims = 1
     amax = torch.linalg.vector_norm(matrix, math.inf, dim=dims, keepdim=True).float()
     # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
     scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
-    return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+    if out is None:
+        return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+    out.scale.copy_(scale)
+    # In parts: the quotients are in fp32, and memory that is given has no room for four bytes an element.
+    for part in range(0, len(matrix), _PART_ROWS):
+        rows = slice(part, part + _PART_ROWS)
+        divisor = scale
+        if by_row:
+            divisor = scale[rows]
+        out.values[rows].copy_(matrix[rows] / divisor)
+    return out
 
 
 def _in_plan(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
@@ -117,19 +134,25 @@ def _find_launches(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> _Launche
     return cast, amax_of_rows
 
 
-def _launch(launches: _Launches, matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
+def _launch(
+    launches: _Launches, matrix: Tensor, by_row: bool, dtype: torch.dtype, out: ScaledMatrix | None = None
+) -> ScaledMatrix:
     cast, amax_of_rows = launches
     rows, columns = matrix.shape
-    values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-    num_scales = 1
-    if by_row:
-        num_scales = rows
-    scale = torch.empty(num_scales, 1, dtype=torch.float32, device=matrix.device)
+    if out is None:
+        num_scales = 1
+        if by_row:
+            num_scales = rows
+        out = ScaledMatrix(
+            torch.empty(matrix.shape, dtype=dtype, device=matrix.device),
+            torch.empty(num_scales, 1, dtype=torch.float32, device=matrix.device),
+        )
+    values, scale = out
     amax = scale  # not read: the cast finds the values of rows itself
     if amax_of_rows is not None:
         amax = _find_amax(amax_of_rows, matrix).amax()
     cast(rows * THREADS, [matrix, amax, values, scale, columns, LEAST_AMAX, LARGEST[dtype]])
-    return ScaledMatrix(values, scale)
+    return out
 
 
 def _find_amax(amax_of_rows: Launch, matrix: Tensor) -> Tensor:

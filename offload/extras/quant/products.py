@@ -14,7 +14,7 @@ With a scale per row a token does not depend on the others, so micro-batches hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
@@ -23,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from offload.accelerators import Accelerator, multiplies_fp8, own_accelerator
-from offload.engine.units.find import find_blocks
+from offload.engine.units.find import ParameterPlace, UnitCandidate, find_blocks
 from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import CutLayer, Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
-from offload.extras.quant.casts import ScaledMatrix, to_fp8
+from offload.extras.quant.casts import to_fp8
+from offload.extras.quant.weight_codes import PRODUCT, WeightCodes, code_bytes, multiply, transposed
+from offload.layout.residence import DEVICE
 from offload.modules import forwards_replaced
+from offload.planning.memory import BESIDE
 from offload.planning.settings import Settings
 
 ROWWISE = "fp8_rowwise"
@@ -44,22 +47,6 @@ _TRIED_TOKENS = 100
 """Tokens in the trial of a recipe: no multiple of a tile, as in any batch."""
 
 
-def multiply(left: ScaledMatrix, right: ScaledMatrix, *, is_fast: bool) -> Tensor:
-    """Return left times right', bf16 [M, N], for left [M, K] and right [N, K].
-
-    `is_fast`: the device may sum with fewer bits (`use_fast_accum`). Devices without FP8 products multiply in fp32.
-    """
-    columns = right.values.t()
-    if not multiplies_fp8(left.values.device.type):
-        return ((left.values.float() @ columns.float()) * left.scale * right.scale.t()).bfloat16()
-    # A product takes scales by row on both sides, or one number on both.
-    scales = left.scale, right.scale.t()
-    if left.scale.numel() > 1 or right.scale.numel() > 1:  # both by row, or both for the matrix
-        shape = len(left.values), columns.shape[1]
-        scales = scales[0].expand(shape[0], 1).contiguous(), scales[1].expand(1, shape[1]).contiguous()
-    return torch._scaled_mm(left.values, columns, *scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
-
-
 class _Product(torch.autograd.Function):
     """tokens [tokens, K] times weight' [K, N], bf16. The graph saves both in bf16, like the product in bf16."""
 
@@ -67,7 +54,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         ctx.by_row = by_row
         ctx.save_for_backward(tokens, weight)
-        return multiply(to_fp8(tokens, by_row=by_row), to_fp8(weight, by_row=by_row), is_fast=True)
+        return PRODUCT(*to_fp8(tokens, by_row=by_row), weight, by_row, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -75,8 +62,7 @@ class _Product(torch.autograd.Function):
         of_tokens = of_weight = None
         if ctx.by_row:
             if ctx.needs_input_grad[0]:
-                scaled = to_fp8(gradient, by_row=True)
-                of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=True)
+                of_tokens = PRODUCT(*to_fp8(gradient, by_row=True), weight, True, True)
             if ctx.needs_input_grad[1]:
                 # In bf16, as in the recipe: this product sums over tokens, and each token has a scale of its own.
                 of_weight = gradient.t() @ tokens
@@ -86,15 +72,10 @@ class _Product(torch.autograd.Function):
             gradient, tokens = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (gradient, tokens))
         scaled = to_fp8(gradient, by_row=False, dtype=torch.float8_e5m2)
         if ctx.needs_input_grad[0]:
-            of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=False)[:num_tokens]
+            of_tokens = PRODUCT(*scaled, weight, False, True)[:num_tokens]
         if ctx.needs_input_grad[1]:
-            of_weight = multiply(_transposed(scaled), _transposed(to_fp8(tokens, by_row=False)), is_fast=False)
+            of_weight = multiply(transposed(scaled), transposed(to_fp8(tokens, by_row=False)), is_fast=False)
         return of_tokens, of_weight, None
-
-
-def _transposed(matrix: ScaledMatrix) -> ScaledMatrix:
-    """Return the transpose of a matrix with one scale."""
-    return ScaledMatrix(matrix.values.t().contiguous(), matrix.scale)
 
 
 def _linear_by_row(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
@@ -124,19 +105,29 @@ class Fp8Products(Stage):
     """Linear layers inside of blocks multiply in FP8, also in trials and evaluations.
 
     Trials compare the engine with the same layers in plain PyTorch, so they find models whose results change between
-    micro-batches, as with one scale for a matrix. Weights are cast in each use, for each micro-batch.
+    micro-batches, as with one scale for a matrix. A unit use casts each weight once (`WeightCodes`).
     """
 
     def __init__(
-        self, inner: Stage, model: nn.Module, settings: Settings, text: str, accelerator: Accelerator | None
+        self, inner: Stage, host: Host, settings: Settings, text: str, accelerator: Accelerator | None
     ) -> None:
         """`accelerator`: the device, if its products are right on the default stream alone."""
         super().__init__(inner)
-        self._model = model
+        self._model = host.model
         self._settings = settings
         self._text = text
         self._accelerator = accelerator
         self._undo = ExitStack()
+
+        # Codes while a unit is in use.
+        self._device = host.device
+        memory = torch.empty(0, dtype=torch.uint8)
+        if num_bytes := host.plan.of(DEVICE, BESIDE).num_bytes:  # none for blocks that stay on the device
+            memory = host.device.allocate(BESIDE, num_bytes)
+        self._codes = WeightCodes(memory, by_row=settings.matmul == ROWWISE)
+        self._layers = frozenset(_find_layers(host.model))
+        self._weights = dict[int, list[int]]()
+        """Parameters with codes, by unit number."""
 
     @classmethod
     def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:
@@ -162,7 +153,17 @@ class Fp8Products(Stage):
             text += ", emulated in fp32 on this device (slow)"
         if accelerator is not None and not (settings.matmul == ROWWISE and accelerator.loses_fp8_stream):
             accelerator = None
-        return cls(inner, host.model, settings, text, accelerator)
+        return cls(inner, host, settings, text, accelerator)
+
+    @classmethod
+    def beside(cls, model: nn.Module, settings: Settings) -> Callable[[UnitCandidate], int]:
+        layers = frozenset(_find_layers(model))
+
+        def num_bytes(unit: UnitCandidate) -> int:
+            shapes = [_shape_of(place.module) for place in _places_in(unit.places, layers)]
+            return code_bytes(shapes, by_row=settings.matmul == ROWWISE)
+
+        return num_bytes
 
     @classmethod
     def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
@@ -179,6 +180,18 @@ class Fp8Products(Stage):
             )
         return super().forward_of(unit, use)
 
+    def enter(self, unit: Unit) -> None:
+        super().enter(unit)
+        if unit.number not in self._weights:
+            self._weights[unit.number] = [place.parameter for place in _places_in(unit.places, self._layers)]
+        if indices := self._weights[unit.number]:
+            live = unit.live()
+            self._codes.open(live[index] for index in indices)
+
+    def leave(self) -> None:
+        self._codes.close()
+        super().leave()
+
     def divert(self) -> None:
         super().divert()
         self._undo.enter_context(self.in_memory(self._model, self._settings))
@@ -186,6 +199,8 @@ class Fp8Products(Stage):
     def undo(self) -> None:
         super().undo()
         self._undo.close()
+        self._codes.free()
+        self._device.ledger.drop(BESIDE)
 
     @property
     def description(self) -> str:
@@ -232,6 +247,11 @@ def _find_layers(model: nn.Module) -> list[nn.Linear]:
         for layer in _linears(model)
         if all(size >= LEAST_SIZE and size % _MULTIPLE == 0 for size in _shape_of(layer))
     ]
+
+
+def _places_in(places: Iterable[ParameterPlace], layers: Collection[nn.Module]) -> list[Any]:
+    """Return the places where weights multiply in FP8."""
+    return [place for place in places if place.key == "weight" and place.module in layers]
 
 
 def _shape_of(layer: nn.Linear) -> tuple[int, int]:
