@@ -101,6 +101,7 @@ NUM_BYTES = {"fp8_rowwise": 15696, "fp8_tensorwise": 13392}
         (ROWWISE | {"micro_batch_size": 1}, 3),
         (ROWWISE | {"micro_batch_size": 1, "compile": "always"}, 3),
         (ROWWISE | {"micro_batch_size": 1, "recompute": "never"}, 2),
+        (ROWWISE | {"micro_batch_size": 1, "recompute": "products"}, 2),
         (TENSORWISE, 2),
     ],
 )

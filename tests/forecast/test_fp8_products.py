@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from offload.errors import ConfigError
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.op_counter import OpCounter
-from offload.extras.plan.timing import kernel_seconds
-from offload.extras.plan.workload import Cost, Workload
+from offload.extras.plan.timing import compute_seconds, kernel_seconds
+from offload.extras.plan.workload import NO_WORK, Cost, Workload
 from offload.extras.quant import products
-from offload.extras.quant.casts import to_fp8
+from offload.extras.quant.casts import ScaledMatrix, to_fp8
+from offload.extras.quant.weight_codes import PRODUCT
+from offload.planning.settings import Settings
 
+FP8 = torch.float8_e4m3fn
 TOKENS, LAYERS, WIDTH, INNER = 512, 8, 512, 1376
 """Two rows of 256 tokens, and the sizes of the preset "small"."""
 
@@ -66,6 +70,30 @@ def test_a_cast_moves_the_bytes_of_its_kernel_and_takes_the_memory_of_its_operat
     assert (cast.scale.shape, cast.scale.dtype) == ((rows, 1) if by_row else (1, 1), torch.float32)
     assert counter.cost.moved_bytes == pytest.approx(num_bytes * matrix.numel(), rel=0.01)
     assert counter.peak_bytes == pytest.approx(5 * matrix.numel(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("by_row", "is_transposed", "num_bytes"), [(True, False, 3), (False, False, 5), (True, True, 7)]
+)
+def test_a_weight_is_cast_once_for_all_micro_batches(by_row: bool, is_transposed: bool, num_bytes: int) -> None:
+    """Breaks: the cast counted for each micro-batch, or the product read bf16 weights."""
+    weight, counter = torch.empty(1024, 2048, dtype=torch.bfloat16, device="meta"), OpCounter()
+    columns = weight.shape[1 - is_transposed]
+    matrix = ScaledMatrix(
+        *(torch.empty(64, n, dtype=d, device="meta") for n, d in ((columns, FP8), (1, torch.float32)))
+    )
+    with counter:
+        result = PRODUCT(*matrix, weight, by_row, is_transposed)
+    cost = counter.cost
+    assert (result.shape, result.dtype) == ((64, weight.shape[int(is_transposed)]), torch.bfloat16)
+    assert cost.flops == cost.fp8_flops == 2 * 64 * weight.numel()
+    assert cost.num_bytes == matrix.values.nbytes + matrix.scale.nbytes + weight.numel() + result.nbytes
+    assert cost.once_bytes == num_bytes * weight.numel()
+    machine, work = read_machine("h100"), replace(NO_WORK, is_block=True)
+    settings = Settings(compile="always")
+    four, one = (compute_seconds(work, [cost], n, settings, machine)[0] for n in (4, 1))
+    once_s = cost.once_bytes / machine.rates.elementwise
+    assert four - once_s == pytest.approx(4 * (one - once_s))
 
 
 def test_machines_without_fp8_are_refused() -> None:
