@@ -171,8 +171,13 @@ def test_outputs_are_accounted_to_the_byte() -> None:
 
 
 @LEDGER
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 6), (0.1, 3), (0.5, 2), (2.0, 0)])
-def test_as_many_outputs_are_kept_as_fit(share: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("share", "graphs", "expected"),
+    [(0.0, "device", 6), (0.1, "device", 3), (0.5, "device", 2), (2.0, "device", 0), (0.1, "cpu", 0)],
+)
+def test_as_many_outputs_are_kept_as_fit(
+    share: float, graphs: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step measures. Later steps compute the two products of a block again only without room for them. The
     last one needs no room.
     """
@@ -184,7 +189,7 @@ def test_as_many_outputs_are_kept_as_fit(share: float, expected: int, monkeypatc
             peaks[recompute] = engine.counters.peak_device_bytes
     assert peaks["always"] < peaks["products"] < peaks["never"]
     budget = int(peaks["always"] + share * (peaks["products"] - peaks["always"]))
-    placement = Placement(device_memory=budget)
+    placement = Placement(device_memory=budget, graphs=graphs)
     engine, _ = train_both(
         build(Stack), some, loss_fn=cross_entropy, count=count_labels, placement=placement, debug=True, **PRODUCTS
     )

@@ -130,20 +130,14 @@ def output_that_a_gradient_reads_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kept_products.Recorder, "other", lambda *_: None)
 
 
-@mutation("tests/contracts/test_contracts.py")
-def outputs_below_released_with_the_forward(patch: pytest.MonkeyPatch) -> None:
-    """The host memory for an output of a product is free again before the recomputation has read the output."""
+@mutation("tests/engine/test_kept_products.py::test_as_many_outputs_are_kept_as_fit")
+def rows_of_outputs_below_turned_round(patch: pytest.MonkeyPatch) -> None:
     put_below = SavedInputs.put_below
 
-    def freed(self: SavedInputs, *parts: Any) -> list[torch.Tensor]:
-        moved = put_below(self, *parts)
-        for pool in self._pools:
-            for buffer in (pool.buffers_in_use.get(t.untyped_storage().data_ptr()) for t in moved):
-                if buffer is not None and buffer not in pool._free:
-                    pool._free.insert(0, buffer)
-        return moved
+    def turned(self: SavedInputs, tensors: list[torch.Tensor], claim: Any) -> list[torch.Tensor]:
+        return put_below(self, [tensor.flip(0) for tensor in tensors], claim)
 
-    patch.setattr(SavedInputs, "put_below", freed)
+    patch.setattr(SavedInputs, "put_below", turned)
 
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")
