@@ -61,13 +61,13 @@ def test_an_integrated_device_s_memory_is_the_host_s(
 
     with open_engine() as engine:
         on_host = sum(num_bytes for tier, _, num_bytes in engine.allocations if tier == "cpu")
+        given = 4 * sum(parameter.numel() for _, parameter in engine.named_parameters())
     monkeypatch.setattr(system, "ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
     open_engine().close()
     monkeypatch.setattr(Accelerator, "is_integrated", True)
-    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # the model's freed memory just compensates
-    with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
+    second_version(tmp_path, {"/": (on_host - given, 0, 0)})  # the model's freed memory just has room for the states
+    with pytest.raises(DoesNotFitError, match=r"gradient buffer .*memory\.max"):
         open_engine()
     second_version(tmp_path, {"/": (on_host + (8 << 20), 0, 0)})
     with open_engine() as engine:
-        given = 4 * sum(parameter.numel() for _, parameter in engine.named_parameters())
         assert parts_of(engine).device.ledger.budget_bytes == int(0.9 * ((8 << 20) + given))
