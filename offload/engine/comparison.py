@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from offload.tiers.blocks import CACHES
 
@@ -94,15 +95,9 @@ def _signs(device: torch.device) -> torch.Tensor:
 CACHES.append(_signs.cache_clear)
 
 
-def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a sketch on the device of the tensor, float64 [256]."""
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    flat = values.reshape(-1)
-    length = min(_CHUNK, -(-flat.numel() // _SUMS) * _SUMS)
-    # The signs repeat, so sums over all periods come first, and then one product with the signs.
-    period = torch.zeros(length, dtype=torch.float64, device=flat.device)
+def _sum_of_periods(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all periods of a flat tensor, float64 [64256]."""
+    period = torch.zeros(_CHUNK, dtype=torch.float64, device=flat.device)
     whole = flat.numel() // _CHUNK * _CHUNK
     num_periods = 1
     if flat.device.type != "cpu":
@@ -112,6 +107,21 @@ def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
             part = part.view(-1, _CHUNK).sum(0, dtype=torch.float64)
         if part.numel():
             period[: part.numel()] += part.double()
+    return period
+
+
+def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a sketch on the device of the tensor, float64 [256]."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    flat = values.reshape(-1)
+    length = min(_CHUNK, -(-flat.numel() // _SUMS) * _SUMS)
+    # The signs repeat, so sums over all periods come first, and then one product with the signs.
+    if flat.numel() <= _CHUNK:  # most tensors of a trial are small: their sketches are a tenth of its time
+        period = functional.pad(flat.double(), (0, length - flat.numel()))
+    else:
+        period = _sum_of_periods(flat)
     return (period * _signs(flat.device)[:length]).view(-1, _SUMS).sum(0)
 
 

@@ -9,8 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +25,8 @@ from offload.engine.units.arguments import copy_collected, find_collectors
 from offload.engine.units.state_snapshot import (
     AttributePlace,
     ContainerSnapshot,
+    DictSnapshots,
     StateSnapshot,
-    restore_dict,
-    without_graph,
 )
 from offload.engine.units.torch_state import TorchState
 from offload.tiers.device import Device
@@ -225,40 +223,6 @@ def _modules_of(roots: Mapping[str, Any]) -> Iterator[nn.Module]:
     for root in roots.values():
         if isinstance(root, nn.Module):
             yield from root.modules()
-
-
-class DictSnapshots:
-    """Snapshot: several dicts (module attributes or buffers) with copies."""
-
-    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
-        self._dicts = list(dicts)
-        self._saved = list(map(dict.copy, self._dicts))
-
-    @property
-    def are_unchanged(self) -> bool:
-        """True if the dicts have the same keys and identical value objects. Called in every use of a unit."""
-        live, saved = self._dicts, self._saved
-        # Each `all` is one call; a comparison by dict would take one for each module.
-        return (
-            list(map(len, live)) == list(map(len, saved))
-            and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, saved))))
-            and all(map(is_, chain.from_iterable(live), chain.from_iterable(saved)))
-        )
-
-    def drop_graphs(self) -> None:
-        """Hold values instead of tensors with a graph."""
-        self._saved = [{key: without_graph(value) for key, value in saved.items()} for saved in self._saved]
-
-    def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each live dict with the snapshot copy."""
-        return zip(self._dicts, self._saved, strict=True)
-
-    def put_back(self) -> None:
-        """Restore the dicts."""
-        if self.are_unchanged:
-            return
-        for live, before in self.pairs():
-            restore_dict(live, before)
 
 
 _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -189,6 +190,40 @@ def without_graph(value: Any) -> Any:
     return value
 
 
+class DictSnapshots:
+    """Snapshot: several dicts (module attributes or buffers) with copies."""
+
+    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._saved = list(map(dict.copy, self._dicts))
+
+    @property
+    def are_unchanged(self) -> bool:
+        """True if the dicts have the same keys and identical value objects. Called in every use of a unit."""
+        live, saved = self._dicts, self._saved
+        # Each `all` is one call; a comparison by dict would take one for each module.
+        return (
+            list(map(len, live)) == list(map(len, saved))
+            and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, saved))))
+            and all(map(is_, chain.from_iterable(live), chain.from_iterable(saved)))
+        )
+
+    def drop_graphs(self) -> None:
+        """Hold values instead of tensors with a graph."""
+        self._saved = [{key: without_graph(value) for key, value in saved.items()} for saved in self._saved]
+
+    def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield each live dict with the snapshot copy."""
+        return zip(self._dicts, self._saved, strict=True)
+
+    def put_back(self) -> None:
+        """Restore the dicts."""
+        if self.are_unchanged:
+            return
+        for live, before in self.pairs():
+            restore_dict(live, before)
+
+
 class StateSnapshot:
     """Snapshot of all state reachable from `roots` (named modules, batches, functions).
 
@@ -205,18 +240,23 @@ class StateSnapshot:
         self._ignores = ignores
         self._has_gradients = gradients
         self._saved: list[tuple[Callable[[Any], Any], Any]] = []  # (restoring function, saved content)
+        self._dicts: list[dict[str, Any]] = []
+        """Attributes, hooks and buffers of modules: many, and few change."""
         self._seen: dict[int, Any] = {}  # by `id`; the objects live here, so that no other gets the same number
         for path, root in roots.items():
             self._visit(root, path)
+        self._own = DictSnapshots(self._dicts)
 
     def put_back(self) -> None:
         """Restore the snapshot."""
+        self._own.put_back()
         for restore, content in self._saved:
             restore(content)
 
     def drop_graphs(self) -> None:
         """Hold values instead of tensors with a graph: the graph may hold this snapshot, and earlier ones behind it."""
         self._seen.clear()
+        self._own.drop_graphs()
         for number, (restore, content) in enumerate(self._saved):
             if isinstance(content, list):
                 self._saved[number] = restore, [*map(without_graph, content)]
@@ -296,17 +336,17 @@ class StateSnapshot:
         own = dict(vars(module))
         begin = f"{path}." if path else ""
         own.pop("forward", None)  # restored, but not followed: it may refer to a whole trainer
-        self._add_dict(vars(module))
+        self._dicts.append(vars(module))
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value
             elif key in _HOOKS:  # Hook state belongs to the code registering the hook.
-                self._add_dict(value)
+                self._dicts.append(value)
             elif key == "_modules":
                 for name, child in value.items():
                     self._visit(child, f"{begin}{name}")
             elif key == "_buffers":
-                self._add_dict(value)
+                self._dicts.append(value)
                 for name, buffer in value.items():
                     if buffer is not None and id(buffer) not in self._seen:
                         self._visit_tensor(buffer, f"{begin}{name}")
