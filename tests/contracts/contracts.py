@@ -23,7 +23,15 @@ from tests.cases.run import Step, Training, small
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device, set_seed
-from tests.engine.inside import assert_parked, lane_threads, leave_spare_memory, parts_of, planned_bytes, states
+from tests.engine.inside import (
+    assert_parked,
+    believe_analyses,
+    lane_threads,
+    leave_spare_memory,
+    parts_of,
+    planned_bytes,
+    states,
+)
 from tests.engine.ranks import run
 from tests.engine.reference import comparable
 from tests.engine.sizes import tier_bytes
@@ -82,10 +90,13 @@ class Setting:
 
     @contextmanager
     def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
-        """Open an engine on a new model. All engines share analyses."""
+        """Open an engine on a new model. All engines share analyses, and only the first runs trials."""
         told = {**self.settings, **settings}
         key = f"{self.name}: {told['precision']}, {told.get('micro_batch_size')}"
-        with self.training(place).engine(analysis=_ANALYSES.get(key), **settings) as engine:
+        analysis = _ANALYSES.get(key)
+        with self.training(place).engine(analysis=analysis, **settings) as engine:
+            if analysis is not None:
+                believe_analyses(engine)
             yield engine
             _ANALYSES[key] = engine.analysis
 

@@ -41,6 +41,17 @@ def steps_of(engine: Engine) -> Steps:
     return engine._steps
 
 
+def believe_analyses(engine: Engine) -> None:
+    """Let an engine use the analysis of another without trials: the other engine has made them, for this model."""
+    steps = steps_of(engine)
+
+    def note(inputs: Any) -> bool:
+        steps.known.add_check(inputs, has_chunks=steps.losses.chunk_tokens(inputs) > 0)
+        return False
+
+    steps._refutes = note  # type: ignore[method-assign]
+
+
 def head_of(engine: Engine) -> ChunkedHead | None:
     """Return the chunked head for any batch signature. None: no chunked head."""
     return next((found.head for found in steps_of(engine).known.results.values() if found.head), None)

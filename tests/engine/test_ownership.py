@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
+from tests.matrix import matrix, quick
 
 HELD = r"open engine.*close\(restore=True\)"
 SPENT = r"closed without restore=True.*lost"
@@ -219,8 +221,7 @@ CALLS: dict[str, Callable[[Engine, Path], Any]] = {
 ANEW = r"before Engine\(\).*close\(restore=True\)"
 
 
-@pytest.mark.parametrize("what", AT_THE_NEXT_CALL)
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a step"])
+@matrix(strength=1, what=list(AT_THE_NEXT_CALL), late={"at once": False, "after a step": True})
 def test_a_change_is_named_at_the_next_call(what: str, late: bool) -> None:
     change, name = AT_THE_NEXT_CALL[what]
     engine = Engine(build(llama))
@@ -408,21 +409,22 @@ def write_within(engine: Engine, step: int) -> None:
     engine.update()
 
 
+WRITES: dict[str, tuple[Step, Step]] = {
+    "step": (engine_step, write_before(engine_step)),
+    "own loop": (own_step, write_before(own_step)),
+    "own loop before update": (own_step, write_within),
+    "evaluate": (engine_step, write_before(evaluation)),
+    "step after own loop": (own_step, write_before(engine_step)),
+}
+
+
 @pytest.mark.parametrize(
-    ("run", "refused"),
-    [
-        (engine_step, write_before(engine_step)),
-        (own_step, write_before(own_step)),
-        (own_step, write_within),
-        pytest.param(engine_step, write_before(evaluation), marks=pytest.mark.slow),
-        pytest.param(own_step, write_before(engine_step), marks=pytest.mark.slow),
-    ],
-    ids=["step", "own loop", "own loop before update", "evaluate", "step after own loop"],
+    ("name", "before"),
+    quick(product(WRITES, (0, 4)), [("step", 4), ("own loop", 0), ("own loop before update", 4)]),
 )
-@pytest.mark.parametrize("before", [0, 4])
-def test_a_write_to_a_weight_that_stays_on_the_device_is_refused(run: Step, refused: Step, before: int) -> None:
+def test_a_write_to_a_weight_that_stays_on_the_device_is_refused(name: str, before: int) -> None:
     """Before the first step and after many, in each kind of loop; the next step has the engine's weights."""
-    found = []
+    (run, refused), found = WRITES[name], []
     for writes in (False, True):
         with Engine(build(llama)) as engine:
             for step in range(before):
@@ -451,8 +453,7 @@ READS: dict[str, Callable[[Engine, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_read_after_a_write_on_the_device_is_refused(read: Callable[[Engine, Path], Any], tmp_path: Path) -> None:
+def test_a_read_after_a_write_on_the_device_is_refused(tmp_path: Path) -> None:
     """The states would be without the change. A forward has it, as in plain PyTorch."""
     with Engine(build(llama)) as engine:
         engine.stay()
@@ -460,15 +461,16 @@ def test_a_read_after_a_write_on_the_device_is_refused(read: Callable[[Engine, P
         before, batch = weights(engine), tokens(1)
         with torch.no_grad():
             old = engine.model(**batch).loss
-        write(engine)
-        with torch.no_grad():
-            assert engine.model(**batch).loss != old
-        with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed .*engine\.edit\(\['model"):
-            read(engine, tmp_path / "out")
-        assert not (tmp_path / "out" / "model.safetensors").exists()
-        assert_same(weights(engine), before)
-        with torch.no_grad():
-            assert engine.model(**batch).loss == old
+        for name, read in READS.items():
+            write(engine)
+            with torch.no_grad():
+                assert engine.model(**batch).loss != old, name
+            with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed .*engine\.edit\(\['model"):
+                read(engine, tmp_path / "out")
+            assert not (tmp_path / "out" / "model.safetensors").exists(), name
+            assert_same(weights(engine), before, when=name)
+            with torch.no_grad():
+                assert engine.model(**batch).loss == old, name
 
 
 def test_a_read_of_one_weight_accepts_no_write_to_another() -> None:

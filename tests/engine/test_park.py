@@ -69,7 +69,7 @@ def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), quick([(n, p) for n in NAMES for p in PLACES], list(zip(NAMES, [*PLACES] * 3, strict=False)))
+    ("name", "place"), quick([(n, p) for n in NAMES for p in PLACES], list(zip(NAMES, PLACES, strict=False)))
 )
 def test_parks_at_any_moment_change_no_bit(name: str, place: str, tmp_path: Path) -> None:
     """One model is parked twenty times.

@@ -24,6 +24,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weig
 from tests.engine.device import set_seed
 from tests.engine.inside import parts_of, updating_device
 from tests.engine.reference import Reference, count_labels, count_shifted
+from tests.matrix import quick
 
 ROWS = 4
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, float | None]] = {
@@ -36,7 +37,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, float | None]] = {
 """Models by name, with the count of targets and the tolerance: a tied weight sums the gradients of a pass first."""
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick(MODELS, ["dropout", "bert", "t5"]))
 def test_two_passes_are_gradient_accumulation(model: str) -> None:
     """In memory: a contract of the case "passes" has the same bits on other tiers."""
     make, count, within = MODELS[model]

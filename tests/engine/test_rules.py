@@ -146,11 +146,11 @@ def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     [
         (AdamW(lr=1e-2), "nvme", "bf16", 0),
         (AdamW(lr=1e-2), "cpu", "fp32", 1),
-        (SMALL["AdamW int8"], "device", "bf16", 0),
-        (SMALL["Lion bf16"], "cpu", "bf16", 0),
-        (MATRIX["adafactor"], "nvme", "fp32", 0),
-        (MATRIX["adalomo"], "cpu", "fp32", 0),
         (MATRIX["muon"], "cpu", "bf16", 0),
+        pytest.param(SMALL["AdamW int8"], "device", "bf16", 0, marks=pytest.mark.slow),
+        pytest.param(SMALL["Lion bf16"], "cpu", "bf16", 0, marks=pytest.mark.slow),
+        pytest.param(MATRIX["adafactor"], "nvme", "fp32", 0, marks=pytest.mark.slow),
+        pytest.param(MATRIX["adalomo"], "cpu", "fp32", 0, marks=pytest.mark.slow),
     ],
 )
 def test_an_empty_state_begins_anew(

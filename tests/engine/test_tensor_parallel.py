@@ -18,9 +18,9 @@ pytestmark = cpu_only("DTensor collectives over gloo")
 @pytest.mark.parametrize(
     ("way", "num_ranks", "how"),
     [
-        ("sequences", 2, {"micro_rows": 2}),
         ("tied", 2, {"tier": "device"}),
         ("mesh", 4, {}),
+        pytest.param("sequences", 2, {"micro_rows": 2}, marks=pytest.mark.slow),
         pytest.param("layers", 2, {"precision": "bf16", "limit": 0.3}, marks=pytest.mark.slow),
         pytest.param("layers", 4, {"micro_rows": 2}, marks=pytest.mark.slow),
         pytest.param("sequences", 4, {}, marks=pytest.mark.slow),
