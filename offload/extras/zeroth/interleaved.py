@@ -11,7 +11,8 @@ from torch import nn
 from offload.engine.methods.method import StepHost
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import run_without_backward
-from offload.engine.units.snapshots import DictSnapshots, RngState, ThreadState
+from offload.engine.units.snapshots import RngState, ThreadState
+from offload.engine.units.state_snapshot import DictSnapshots
 from offload.engine.units.unit import Unit
 from offload.extras.zeroth.lockstep import Lockstep
 from offload.extras.zeroth.perturbed import PerturbedWeights
