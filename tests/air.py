@@ -43,6 +43,7 @@ HELD = [
     "offload/extras/plan/search.py",
     "offload/extras/plan/simulated_lanes.py",
     "offload/extras/plan/simulated_ranks.py",
+    "offload/extras/frozen/*.py",
     "offload/extras/prefs/*.py",
     "offload/extras/quant/*.py",
     "offload/extras/rules/*.py",

@@ -56,6 +56,7 @@ RINGS = {
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.extras.quant",
     "adapters": "offload.extras.adapters",
+    "frozen": "offload.extras.frozen",
     "prefs": "offload.extras.prefs",
     "distill": "offload.extras.distill",
     "contrastive": "offload.extras.contrastive",

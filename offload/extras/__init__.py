@@ -87,12 +87,13 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
-    "distill": ("adapters", "data", "prefs"),
+    "distill": ("adapters", "data", "frozen"),
+    "frozen": ("data",),
     "generate": ("adapters", "data"),
     "integrations": ("rules",),
     "large": ("quant",),
     "plan": ("adapters", "large", "quant", "zeroth"),
-    "prefs": ("adapters", "data"),
+    "prefs": ("adapters", "data", "frozen"),
     "tools": ("large", "plan"),  # machine rates
     "zeroth": ("adapters",),
 }

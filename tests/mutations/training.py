@@ -14,8 +14,8 @@ from offload.app.training.objectives import Objective
 from offload.engine.engine import Engine
 from offload.engine.gradients.updates import Updates
 from offload.engine.loss.chunked_head import ChunkedHead, Part
-from offload.extras.distill import losses
 from offload.extras.distill.losses import Distillation
+from offload.extras.frozen import frozen_model
 from offload.integrations.optimizer import OffloadOptimizer
 from tests.mutations import enter_as, mutation, replaced
 
@@ -51,7 +51,7 @@ def head_of_the_teacher_over_all_tokens(patch: pytest.MonkeyPatch) -> None:
             self._run(inputs.output, input_ids=inputs.batch["input_ids"])
             return super().parts(inputs, slopes)
 
-    patch.setattr(losses, "ChunkedHead", Whole)
+    patch.setattr(frozen_model, "ChunkedHead", Whole)
 
 
 @mutation("tests/training/test_trainer.py::test_the_learning_rate_follows_the_schedule")

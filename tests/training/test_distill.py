@@ -300,7 +300,7 @@ def test_the_backward_below_the_head_begins_without_values_of_the_teacher() -> N
     def look(_module: Any, _inputs: Any, _output: Any) -> None:
         alive.append(any(ref() is not None for ref in refs))
 
-    loss._teacher.model.norm.register_forward_hook(keep)
+    model.companions["teacher"].model.norm.register_forward_hook(keep)
     model.model.layers[0].mlp.register_forward_hook(look)
     trained(model, loss, **CHUNKS, recompute="always")
     assert alive[-2:] == [True, False]
@@ -337,7 +337,7 @@ def test_the_teacher_has_the_logits_of_one_chunk_at_a_time() -> None:
             alive.append(sum(ref() is not None for ref in refs))
             refs.append(weakref.ref(logits))
 
-    loss._teacher.lm_head.register_forward_hook(watch)
+    model.companions["teacher"].lm_head.register_forward_hook(watch)
     trained(model, loss, **CHUNKS)
     assert len(alive) > 8
     assert max(alive) == 0

@@ -21,9 +21,9 @@ from offload.app.config.config import Config
 from offload.app.stored_model import TEACHER_VALUES
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.distill.stored import TeacherClasses
+from offload.extras.frozen import measurement
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
-from offload.extras.prefs import reference
 from tests.matrix import quick
 from tests.run_folder import SHAPE
 from tests.training.conftest import HOST, interrupted_measurement, lines_of
@@ -211,7 +211,7 @@ def test_a_second_run_waits_and_measures_nothing(
                 other.close()
             flock(stream, operation)
 
-        monkeypatch.setattr(reference.fcntl, "flock", until_the_other_ends)
+        monkeypatch.setattr(measurement.fcntl, "flock", until_the_other_ends)
         _, _, out = run("second", **asked(folder, model__path=str(folder), **own))
     assert waited
     assert "teacher: another process measures the same; this one waits for it" in out
@@ -257,7 +257,7 @@ def test_a_measurement_tells_what_it_is_for(
         part = cache / f"{name}.part"
         part.touch()
         os.utime(part, (time.time() - age_s,) * 2)
-    monkeypatch.setattr(reference, "_PRINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(measurement, "_PRINT_INTERVAL_S", 0.0)
     with (cache / "used.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _, _, out = run("few", **asked(folder, train__steps=2))
@@ -289,7 +289,7 @@ def test_two_ranks_measure_as_one(run: Any, folder: Path, tmp_path: Path, cache:
 
 def test_a_disk_that_is_too_small(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Break: write until the disk is full."""
-    monkeypatch.setattr("offload.extras.prefs.reference.free_bytes", lambda _path: 1000)
+    monkeypatch.setattr("offload.extras.frozen.measurement.free_bytes", lambda _path: 1000)
     with pytest.raises(DoesNotFitError, match=r"take .* more in .*teacher, on a disk with 1000 B \(1000 bytes\) free"):
         run("run", **asked(folder))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar
@@ -16,13 +15,12 @@ from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from offload.engine.loss.batch import IGNORED, Batch, Chunk, next_labels
-from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, Part
+from offload.engine.loss.chunked_head import Part
 from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
-from offload.engine.loss.label_trials import find_base_model
-from offload.engine.loss.loss import Loss, Needs, select_inputs
+from offload.engine.loss.loss import Loss, Needs
 from offload.extras.distill.classes import VALUES, Classes, pieces, top_classes
+from offload.extras.frozen.frozen_model import FrozenModel, Within, as_itself
 
-Within = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 OfTeacher = Callable[[slice, int], Classes]
 """Maps some of the tokens, and the size of the model's vocabulary, to what the teacher finds at these tokens."""
 
@@ -153,10 +151,8 @@ class StoredDistillation(_Divergence):
 class Distillation(_Divergence):
     """Divergence from a teacher beside the model.
 
-    teacher: a companion (`add_companion`), a causal model. within: context in which modules of `teacher` compute as the
-    teacher, such as `as_base` for the base of an adapter (`model.get_base_model()`). top_k: learn the probabilities of
-    so many tokens, the most probable ones, and that of all others together; None: of each token. For other arguments,
-    see `_Divergence`.
+    teacher, within: see `FrozenModel`. top_k: learn the probabilities of so many tokens, the most probable ones, and
+    that of all others together; None: of each token. For other arguments, see `_Divergence`.
 
     Both heads run in chunks of tokens. The engine compares such a pass with `of` on a few tokens before the first step.
     """
@@ -167,40 +163,29 @@ class Distillation(_Divergence):
         beta: float = 0.0,
         temperature: float = 1.0,
         labels: float = 0.0,
-        within: Within = lambda _modules: nullcontext(),
+        within: Within = as_itself,
         top_k: int | None = None,
     ) -> None:
-        self._base = find_base_model(teacher)
+        self._teacher = FrozenModel(teacher, within)
         needs = Needs.MEAN
-        if self._base is None:  # its forward has logits of all tokens
+        if not self._teacher.has_head:
             needs = Needs.OUTPUTS
         super().__init__(beta, temperature, labels, needs)
-        self._teacher = teacher
-        self._within = within
         self._top_k = top_k
-        self._modules = list(teacher.modules())
-        below = set((self._base or teacher).modules())
-        self._head = [module for module in self._modules if module not in below]
 
-    @torch.no_grad()
     def _of_all(self, batch: Batch) -> OfTeacher:
-        with self._within(self._modules):
-            outputs = self._teacher(**select_inputs(self._teacher, batch, self))
-        return self._classes_of(outputs.logits.flatten(0, 1))
+        return self._classes_of(self._teacher.logits(batch, self).flatten(0, 1))
 
     @torch.no_grad()
     def _of_chunks(self, inputs: Batch, batch: Batch, chunks: Sequence[Chunk]) -> Iterator[OfTeacher]:
         """Run the teacher below the head."""
-        assert self._base is not None
-        inputs, head = select_inputs(self._teacher, inputs, self), ChunkedHead(self._teacher, self._base)
-        with self._within(self._modules):
-            output = head.base_output(lambda: self._teacher(**inputs))
-        parts = head.parts(HeadInputs(output, batch, chunks, term=_no_values))
+        head, head_inputs = self._teacher.run_below_head(inputs, batch, chunks, self, _no_values)
+        parts = head.parts(head_inputs)
         # No variable holds the logits of a chunk while the next one runs.
         return (self._classes_of(self._run_head(parts)) for _ in chunks)
 
     def _run_head(self, parts: Iterator[Part]) -> torch.Tensor:
-        with self._within(self._head):
+        with self._teacher.within_head():
             return next(parts).logits
 
     def _classes_of(self, logits: torch.Tensor) -> OfTeacher:

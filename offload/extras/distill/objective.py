@@ -29,7 +29,7 @@ from offload.extras.data.tokenizer import check_same_tokens
 from offload.extras.distill.classes import record_type
 from offload.extras.distill.losses import Distillation, StoredDistillation
 from offload.extras.distill.stored import TeacherClasses, open_stored
-from offload.extras.prefs.reference import is_of_rows, measure, rows_mark
+from offload.extras.frozen.measurement import is_of_rows, measure, rows_mark
 from offload.user_cache import default_cache_dir
 
 KEY = "distill.teacher"

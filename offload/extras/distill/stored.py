@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import RowSet
 from offload.extras.distill.classes import VALUES, pieces, record_type, top_classes
-from offload.extras.prefs.reference import Measurement
+from offload.extras.frozen.measurement import Measurement
 
 _BLOCK_ROWS = 256
 """Rows whose labels are in memory at once."""

@@ -12,12 +12,12 @@ import torch
 from offload import Placement
 from offload.app.config.config import Config
 from offload.engine.engine import Engine
-from offload.extras.prefs.reference import (
+from offload.extras.frozen.measurement_key import (
     LEFT_OUT,
     LEFT_OUT_NAMES,
     describe_model,
     describe_settings,
-    reference_key,
+    measurement_key,
 )
 from tests import forks
 from tests.integrations.plain import llama, needs
@@ -48,15 +48,15 @@ KEY_OF_A_MODEL = """
 from transformers import GenerationConfig
 from offload.app.config.config import Config
 from offload.engine.engine import Engine
-from offload.extras.prefs.reference import reference_key
+from offload.extras.frozen.measurement_key import measurement_key
 from tests.integrations.plain import llama
-from tests.training.test_reference_key import rows
+from tests.training.test_measurement_key import rows
 
 model = llama()
 model.generation_config = GenerationConfig.from_model_config(model.config)
 config = Config(train={"method": "dpo"}, data={"source": ["pairs.jsonl"]})
 with Engine(model) as engine:
-    print(reference_key(config, engine, rows("a")))
+    print(measurement_key(config, engine, rows("a")))
 """
 
 
@@ -97,7 +97,7 @@ def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, ad
     with Engine(adapted) as engine:
 
         def key() -> str:
-            return reference_key(config, engine, data)
+            return measurement_key(config, engine, data)
 
         keys = [key(), key()]
         with torch.no_grad():
@@ -131,8 +131,8 @@ def test_the_key_is_the_same_for_other_objects_and_placements(config: Config) ->
         model = llama()
         model.named, model.made = values, lambda model=model: model
         with Engine(model, placement=placement) as engine:
-            found.append(reference_key(config, engine, rows("a")))
+            found.append(measurement_key(config, engine, rows("a")))
     with Engine(llama(), head_chunk_bytes="1MiB") as engine:
-        found.append(reference_key(config, engine, rows("a")))
+        found.append(measurement_key(config, engine, rows("a")))
     assert found[0] == found[1]
     assert len(set(found)) == 3
