@@ -117,7 +117,7 @@ def test_a_layer_in_one_record_takes_as_many_products_for_any_number_of_experts(
         return counting
 
     make, wanted = COUNTED[case]
-    with Engine(make(number), RULE, streamed(), recompute="always") as engine:
+    with Engine(make(number), RULE, streamed(), recompute="always", precision="bf16") as engine:
         engine.step(tokens(0))  # with the trials
         for name in found:
             monkeypatch.setattr(StreamedExperts, name, counted(name, getattr(StreamedExperts, name)))

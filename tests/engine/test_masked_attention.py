@@ -102,7 +102,7 @@ class Windowed(Block):
         q = self.norm(h).unsqueeze(1)
         mixed = attend(q, q, q)
         if h.shape[1] > 20:
-            window = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril().triu(-4)
+            window = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool, device=h.device).tril().triu(-4)
             if self.kind == "heads":
                 masked = self.heads(q[:, 0], q[:, 0], q[:, 0], attn_mask=~window)[0].unsqueeze(1)
             else:

@@ -200,12 +200,14 @@ def states_of_another(model: Any) -> Any:
     return optimizer
 
 
-def wrapped(use: Callable[[Any, Any], Any], make: Any = None, **settings: Any) -> Callable[[Any], Any]:
+def wrapped(
+    use: Callable[[Any, Any], Any], make: Any = None, given_dtype: torch.dtype = torch.float32, **settings: Any
+) -> Callable[[Any], Any]:
     """Wrap, make a backward, and go on with a use of model and optimizer."""
 
     def refused(model: Any) -> None:
         model, optimizer = offload.wrap(model, (make or over_all)(model), **settings)
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4, dtype=given_dtype)).sum().backward()
         use(model, optimizer)
 
     return refused
@@ -226,6 +228,12 @@ def one_rate(_: Any, optimizer: Any) -> None:
 
 def frozen_state(_: Any, optimizer: Any) -> None:
     optimizer.load_state_dict({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]})
+
+
+def by_a_scaler(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4, dtype=torch.float16)).sum()).backward()
+    scaler.step(optimizer)
 
 
 def wrapped_again(model: Any, optimizer: Any) -> None:
@@ -272,7 +280,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "forwards alone": (wrapped(print, lambda _: offload.MeZO(lr=0.1)), r"call engine.step\(batch, loss_fn\)"),
     "a GradScaler": (
-        wrapped(lambda _, o: torch.amp.GradScaler("cpu").step(o), precision="fp16"),
+        wrapped(by_a_scaler, given_dtype=torch.float16, precision="fp16"),
         r"a loss scale of its own \(65536 now\).*Leave the GradScaler out",
     ),
     "a clip of some": (wrapped(lambda m, o: o.clip_grad_norm_([m[0].weight], 1.0)), "clips all 3 trainable parameters"),
