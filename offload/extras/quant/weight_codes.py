@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from offload.accelerators import multiplies_fp8
 from offload.extras.quant.casts import ScaledMatrix, to_fp8
+from offload.layout.regions import align
 
 _ALIGNMENT = 16
 """Bytes: FP8 products read operands in such pieces."""
@@ -61,16 +62,12 @@ _open: dict[int, WeightCodes] = {}
 
 def code_bytes(shapes: Sequence[tuple[int, int]], *, by_row: bool) -> int:
     """Return the bytes for codes if a unit has weights with these shapes, [N, K]."""
-    num_bytes = sum(2 * _aligned(rows * columns) for rows, columns in shapes)
+    num_bytes = sum(2 * align(rows * columns, _ALIGNMENT) for rows, columns in shapes)
     if not by_row:
-        return num_bytes + len(shapes) * _aligned(_SCALE_BYTES)
-    num_bytes += sum(_aligned(_SCALE_BYTES * rows) + _aligned(_SCALE_BYTES) for rows, _ in shapes)
+        return num_bytes + len(shapes) * align(_SCALE_BYTES, _ALIGNMENT)
+    num_bytes += sum(align(_SCALE_BYTES * rows, _ALIGNMENT) + align(_SCALE_BYTES, _ALIGNMENT) for rows, _ in shapes)
     # The transposed codes have one scale: they transpose another cast, which one weight needs at a time.
-    return num_bytes + max((_aligned(rows * columns) for rows, columns in shapes), default=0)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return num_bytes + max((align(rows * columns, _ALIGNMENT) for rows, columns in shapes), default=0)
 
 
 def cast_bytes(weight: Tensor, by_row: bool, is_transposed: bool) -> int:
@@ -143,7 +140,7 @@ class WeightCodes:
 
     def _take(self, num_bytes: int) -> Tensor:
         begin = self._end
-        self._end = begin + _aligned(num_bytes)
+        self._end = begin + align(num_bytes, _ALIGNMENT)
         assert self._end <= len(self._memory), "the plan counts these bytes"
         return self._memory[begin : begin + num_bytes]
 
