@@ -1,8 +1,8 @@
-"""Helpers for torch modules."""
+"""Helpers for torch modules and graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,3 +38,15 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.__dict__.pop("forward", None)  # a snapshot from before the context may have removed it
             else:
                 module.forward = own
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the graph nodes behind tensors, each once."""
+    seen: set[Any] = set()
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -4,13 +4,13 @@ arXiv:1710.03740). The update divides by the factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
 from offload.doors import Door
 from offload.errors import ConfigError, NonFiniteError
+from offload.modules import nodes_of
 
 FIRST = 2.0**16
 """Scale of the first step. This and the numbers below are the rule of `torch.amp.GradScaler`. All scales are powers of
@@ -102,7 +102,7 @@ class DynamicScale(LossScale):
 
     def backward(self, loss: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> None:
         """Run the backward from a scaled loss. The script's own parameters in the graph get gradients without scale."""
-        leaves = [node for node in _leaf_nodes(loss) if not is_weight(node.variable)]
+        leaves = [node for node in nodes_of([loss]) if hasattr(node, "variable") and not is_weight(node.variable)]
         handles = [node.register_prehook(self._without_scale) for node in leaves]
         root = None  # of other than one number, torch makes none either
         if loss.numel() == 1:
@@ -155,19 +155,6 @@ class DynamicScale(LossScale):
             "enabled=False; call loss.backward() and optimizer.step(). optimizer.step_was_skipped tells of a skipped "
             "step."
         )
-
-
-def _leaf_nodes(loss: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of leaves in the graph of a loss."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [edge for edge, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            yield node
 
 
 def _wide_copy(tensor: torch.Tensor) -> torch.Tensor:

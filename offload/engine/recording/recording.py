@@ -34,7 +34,7 @@ from offload.engine.units.offloaded_tensor import OffloadedTensor, ResidentParam
 from offload.engine.units.outside_tensors import OutsideTensors
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
+from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.engine.units.snapshots import BufferPlace, buffers_of
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import ENGINE_ERRORS, SavedBytes, Trial, Versions
@@ -42,6 +42,7 @@ from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
 from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import ConfigError
+from offload.modules import nodes_of
 
 
 class RestartRecording(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from offload.engine.units.saved_inputs import Claim, SavedInputs
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import OffloadError
+from offload.modules import nodes_of
 from offload.tiers.slots import Slots
 
 Root = torch.Tensor | GradientEdge | None
@@ -181,18 +182,6 @@ def _root_of(target: torch.Tensor) -> Root:
     if not target.requires_grad:
         return None
     return get_gradient_edge(target)
-
-
-def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the graph nodes behind tensors, each once."""
-    seen: set[Any] = set()
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def has_only_torch_nodes(tensors: Iterable[torch.Tensor]) -> bool:
