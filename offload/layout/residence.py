@@ -179,16 +179,23 @@ class Residence:
         sizes: dict[str, int] = {}
         if DISK not in self.row(region).tiers.values():
             return sizes
-        num_cuts = 1  # all ranges are cut alike
-        if region.by_matrix:
-            num_cuts = self.sharding.num_ranges
-        cuts = [Counter(end - begin for begin, end in self.tiles(region, owner)) for owner in range(num_cuts)]
+        cuts = self._cuts(region)
         for name in self.planes_on(DISK, region):
             plane = region.plane(name)
             sizes[name] = max(sum(count * plane.disk_bytes(numel) for numel, count in cut.items()) for cut in cuts)
             if not self.sharding.is_own(plane):  # weights: of all ranges on this rank
                 sizes[name] *= len(self.sharding.partners)
         return sizes
+
+    def _cuts(self, region: Region) -> list[Mapping[int, int]]:
+        """Return the number of tiles by elements in a tile, once for each kind of range."""
+        if region.by_matrix:
+            ranges = range(self.sharding.num_ranges)
+            return [Counter(end - begin for begin, end in self.tiles(region, owner)) for owner in ranges]
+        # All ranges are cut alike. A list of tiles would be long: a region may have millions.
+        length = region.numel // self.sharding.num_ranges
+        whole = self.largest_tile(region) or 1
+        return [{whole: length // whole, length % whole: 1}]
 
     def num_bytes(self, regions: Iterable[Region]) -> int:
         """Return the bytes for all records."""
