@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Load the simulated accelerator first: torch keeps the backend for the whole process and for forks.
 
-    All pytest-xdist workers fork from the same two servers. The servers import packages during collection.
+    All pytest-xdist workers fork from the same two servers as their processes: packages are imported twice.
     """
     if "not slow" in config.option.markexpr:
         settings.load_profile("quick")
@@ -80,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         mutations.apply(config.option.mutation)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
+        config.option.tx = [f"popen//python={sys.executable} -m tests.forks"] * len(config.option.tx)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,7 +8,9 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from offload.extras.plan import probe
 from tests.forks import ROOT
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -37,7 +39,14 @@ def write_shape(folder: Path, family: str = "llama", **shape: Any) -> Path:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Return the environment of a command with a cache of its own."""
+    """Return the environment of a command with a cache of its own, with made-up rates of this machine.
+
+    A measurement takes seconds, and differs from run to run.
+    """
+    rates = dict.fromkeys(probe._CPU_RATES, 1e10) | {"launch_s": 1e-5}
+    rates |= {name: dict.fromkeys(probe._precisions(None), 1e11) for name in probe._FLOPS}
+    with patch.object(probe, "_machine_rates", lambda *_: rates):
+        probe.probe("cpu", cache_dir=cache / "offload")
     own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
     return {**os.environ, **own}
 
