@@ -16,7 +16,6 @@ from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
 from offload.sizes import parse_size
 from tests.cli.conftest import LLAMA
-from tests.matrix import quick
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
@@ -29,8 +28,10 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
 
 
 def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = told(capsys, *SMALL, *HOST)
+    memory = ("--offload.host_memory", "80GiB", "--host-memory", "100GiB")  # the smaller of both is the limit
+    code, found = told(capsys, *SMALL, *HOST, *memory)
     assert (code, found["fits"], found["machine"]) == (0, True, "RTX 4090")
+    assert {found["tiers"][tier]["budget_bytes"] for tier in ("pinned", "cpu")} == {80 << 30}
     assert set(found["tiers"]) == {"device", "pinned", "cpu"}
     for tier in found["tiers"].values():
         assert tier["bytes"] == sum(each["bytes"] for each in tier["allocations"]) <= tier["budget_bytes"]
@@ -63,16 +64,9 @@ def test_the_first_words_come_before_the_imports(
     assert capsys.readouterr().err == "planning preset gpt-oss-120b on rtx-4090 ...\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "limit"),
-    quick(
-        [
-            (("--host-memory", "1GiB"), "1GiB"),
-            (("--offload.host_memory", "80GiB"), "64GiB"),
-            (("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB"),
-        ],
-        [(("--offload.host_memory", "80GiB", "--host-memory", "100GiB"), "80GiB")],
-    ),
+    ("more", "limit"), [(("--host-memory", "1GiB"), "1GiB"), (("--offload.host_memory", "80GiB"), "64GiB")]
 )
 def test_the_limit_of_the_host_is_the_smaller_of_budget_and_memory(
     more: tuple[str, ...], limit: str, capsys: pytest.CaptureFixture[str]

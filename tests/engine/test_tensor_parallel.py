@@ -18,8 +18,8 @@ pytestmark = cpu_only("DTensor collectives over gloo")
 @pytest.mark.parametrize(
     ("way", "num_ranks", "how"),
     [
-        ("tied", 2, {"tier": "device"}),
-        ("mesh", 4, {}),
+        ("tied", 2, {"tier": "device", "limit": 0.3}),
+        pytest.param("mesh", 4, {}, marks=pytest.mark.slow),
         pytest.param("sequences", 2, {"micro_rows": 2}, marks=pytest.mark.slow),
         pytest.param("layers", 2, {"precision": "bf16", "limit": 0.3}, marks=pytest.mark.slow),
         pytest.param("layers", 4, {"micro_rows": 2}, marks=pytest.mark.slow),
@@ -36,6 +36,7 @@ def test_rows_cut_between_units_are_whole_batches() -> None:
     assert len(set(run(2, jobs.train_with_rows_cut))) == 1
 
 
+@pytest.mark.slow
 def test_states_on_disk_and_clipping_over_all_parts(tmp_path: Path) -> None:
     norms = run(2, jobs.train, way="sequences", num_ranks=2, tier="nvme", folder=str(tmp_path), limit=0.3)
     assert norms[0] == norms[1]

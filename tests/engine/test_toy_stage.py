@@ -15,6 +15,7 @@ from tests.forecast.dry_engine import BASE, BYTES, compare, model_config
 MACHINE = "rtx-4090"
 
 
+@pytest.mark.slow
 @cpu_only("the plan and the engine on shapes need no device")
 def test_its_plan_is_its_step() -> None:
     """No line of the plan knows the stage. Break: leave out `in_memory`."""

@@ -214,7 +214,7 @@ def adapted() -> Any:
         return get_peft_model(student(), config).train()
 
 
-@pytest.mark.parametrize("way", quick(WAYS, ["whole", "chunks, micro-batches, kept graphs"]))
+@pytest.mark.parametrize("way", quick(WAYS, ["chunks, micro-batches, kept graphs"]))
 def test_the_base_of_an_adapter_is_a_teacher_without_a_copy(way: str) -> None:
     """Break: let the adapter compute for the teacher, in the layers or in the head."""
     with_copy, frozen = adapted(), student()
@@ -506,7 +506,7 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
     assert logits.num_tokens == 64
 
 
-@pytest.mark.parametrize("way", ["beside", "stored"])
+@pytest.mark.parametrize("way", quick(["beside", "stored"], ["beside"]))
 def test_the_plan_is_the_run(run: Any, with_plan: None, folder: Path, tmp_path: Path, way: str) -> None:
     """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
     the teacher among the parameters.
@@ -530,6 +530,7 @@ def write_wide(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=384)).save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path, tmp_path: Path) -> None:
     """Base and teacher in nf4. Break: leave the codecs of the teacher out of `quantized`."""
     write_wide(folder)
@@ -649,7 +650,7 @@ def test_packed_documents_stay_below_the_rope_limit_of_the_teacher(run: Any, fol
         run("run", **own)
 
 
-@pytest.mark.parametrize("way", ["beside", "stored"])
+@pytest.mark.parametrize("way", quick(["beside", "stored"], ["beside"]))
 def test_a_teacher_that_mixes_the_documents_of_a_row_is_refused(run: Any, folder: Path, way: str) -> None:
     """Break: test the trained model alone."""
     make_folder("mamba", folder)

@@ -222,6 +222,7 @@ def test_a_second_run_waits_and_measures_nothing(
     assert "log-probabilities of" in out
 
 
+@pytest.mark.slow
 def test_a_measurement_that_was_killed_is_finished(
     run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
