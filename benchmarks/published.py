@@ -251,6 +251,8 @@ def figures(plan: Forecast) -> dict[str, Any]:
         "bound_by": timing.bound_by,
         "step_seconds": timing.step_seconds,
         "lane_seconds": dict(timing.lane_seconds),
+        "compute_parts": dict(timing.compute_parts),
+        "exposed": dict(timing.exposed),
         "placed": plan.placement_flags,
         "bytes": {tier: its["bytes"] for tier, its in plan.tiers.items()},
     }

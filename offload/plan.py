@@ -184,6 +184,9 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
             f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
         )
         yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
+        if timing.compute_parts:
+            parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.compute_parts.items())
+            yield f"compute, in seconds: {parts}"
     structure = prediction.prepared.structure
     plan = prediction.prepared.plan
     yield from filter(

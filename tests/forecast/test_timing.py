@@ -318,3 +318,16 @@ def test_a_base_in_its_files_hides_by_the_disk_or_by_memory(by: str, monkeypatch
     below, above = (times(found, share * least / found.num_tokens) for share in (0.9, 1.1))
     assert PlannedStep(its, below, machine).simulate().bound_by == "nvme_read"
     assert PlannedStep(its, above, machine).simulate().bound_by == "compute"
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_parts_of_compute_are_the_compute_of_a_step(recompute: str) -> None:
+    """Break: leave out a part, or count a use of a head in chunks once."""
+    settings = Settings(micro_batch_size=2, recompute=recompute)
+    its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
+    machine = MACHINE.with_(device="cuda", rates=replace(RATES, moved_bytes_per_s=64.0))
+    step = PlannedStep(its, found, machine)
+    parts = step.compute_parts
+    assert sum(parts.values()) == pytest.approx(sum(call.forward_s + call.backward_s for call in step.calls))
+    assert (parts.get("recomputed", 0.0) > 0) == (recompute == "always")
+    assert min(parts["products"], parts["gradients"], parts["gaps"]) > 0

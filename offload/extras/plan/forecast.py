@@ -235,6 +235,7 @@ class Forecast:
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
             "lane_bytes": {} if self.step is None else self.step.lane_bytes(),
             "exposed_seconds": {} if timing is None else dict(timing.exposed),
+            "compute_parts": {} if timing is None else dict(timing.compute_parts),
             **{name: getattr(timing, name, None) for name in rates},
             "network_bytes_per_step": self.network_bytes,
             "nvme_written_bytes_per_step": self.written_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,6 +81,7 @@ class Timing:
         FLOPs possible at device peak.
     moved_bytes: bytes of this rank per step, by link: h2d, d2h, nvme_read, nvme_write, and network (to other machines).
     exposed: seconds compute was idle, by the link that caused the wait.
+    compute_parts: device seconds of the computation by part, see `PlannedStep.compute_parts`.
     hides_from_tokens: token count over all ranks at which compute takes as long as the busiest link. None: no such
         count, because the traffic grows as fast as compute, or compute itself sends over the network.
     """
@@ -92,6 +93,7 @@ class Timing:
     mfu: float
     moved_bytes: Mapping[str, int]
     exposed: Mapping[str, float]
+    compute_parts: Mapping[str, float]
     hides_from_tokens: int | None = None
 
 
@@ -151,6 +153,7 @@ class PlannedStep:
             mfu=flops / (seconds * rates.flops(self.settings.precision)),
             moved_bytes={name: round(num_bytes) for name, num_bytes in step.moved_bytes.items()},
             exposed={name: waited for name, waited in step.exposed_s.items() if waited},
+            compute_parts=self.compute_parts,
             hides_from_tokens=self._hiding_tokens(step),
         )
 
@@ -165,21 +168,18 @@ class PlannedStep:
     def calls(self) -> list[SimulatedCall]:
         """Unit uses in a step, in forward order."""
         memory, parts = self.memory, self.workload.num_micro_batches
-        in_graphs = memory.kept.graphs | memory.offloaded.graphs
         if not self._has_backward:
             return list(self._forward_only_calls())
         calls = []
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
             regions = self._regions_of(work)
             experts = self._experts.get(work.name or "")
-            products = memory.products(number)
-            again = work.forward if products is None else products.recomputation
-            recomputation = [again] if regions and number not in in_graphs else []
             inputs, graph = memory.offloaded_bytes(number)
-            host = self._host_seconds(work, watched=products is not None) if regions else (0.0, 0.0)
+            is_watched = memory.products(number) is not None
+            host = self._host_seconds(work, watched=is_watched) if regions else (0.0, 0.0)
             forward = self._compute(work, [work.forward])
-            backward = self._compute(work, [*recomputation, work.backward])
-            gradients = compute_seconds(NO_WORK, [self.gradient_costs[number]], 1, self.settings, self.hardware)
+            backward = self._compute(work, [*self._recomputation(number, work), work.backward])
+            gradients = self._gradient_seconds(number)
             exposed = (0.0, 0.0) if experts is None else self._exposed_expert_seconds(experts)
             calls.append(
                 SimulatedCall(
@@ -195,6 +195,35 @@ class PlannedStep:
                 )
             )
         return memory.dispatched.computed(memory.workload, calls, self.hardware)
+
+    def _recomputation(self, number: int, work: UnitWork) -> list[Cost]:
+        """Return the cost of the repeated forward of a use, if there is one."""
+        in_graphs = self.memory.kept.graphs | self.memory.offloaded.graphs
+        if number in in_graphs or not self._regions_of(work):
+            return []
+        products = self.memory.products(number)
+        return [work.forward if products is None else products.recomputation]
+
+    @cached_property
+    def compute_parts(self) -> dict[str, float]:
+        """Device seconds of a step by part, without waits and launches.
+
+        As in `device_parts`, of forwards and backwards; "recomputed": repeated forwards; "gradients": copies and sums
+        of gradients in their buffers. Without a backward: nothing.
+        """
+        if not self._has_backward:
+            return {}
+        parts: defaultdict[str, float] = defaultdict(float)
+        arguments = self.workload.num_micro_batches, self.settings, self.hardware
+        for number, (work, times) in enumerate(_limit_chunks(self.workload)):
+            for name, seconds in device_parts(work, [work.forward, work.backward], *arguments).items():
+                parts[name] += times * seconds
+            parts["recomputed"] += times * self._compute(work, self._recomputation(number, work))[0]
+            parts["gradients"] += self._gradient_seconds(number)[0]
+        return {name: self.workload.num_passes * seconds for name, seconds in parts.items() if seconds}
+
+    def _gradient_seconds(self, number: int) -> tuple[float, float]:
+        return compute_seconds(NO_WORK, [self.gradient_costs[number]], 1, self.settings, self.hardware)
 
     def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
         """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
@@ -436,22 +465,37 @@ def compute_seconds(
 ) -> tuple[float, float]:
     """Return (device seconds, host launch seconds) for the costs of a use, over all micro-batches.
 
+    A CPU does both jobs, so there the result is (the larger, 0).
+    """
+    device = sum(device_parts(work, costs, num_micro_batches, settings, hardware).values())
+    num_runs, launch_s = work.num_runs(num_micro_batches), hardware.rates.launch_s
+    host = num_runs * sum(cost.num_operations for cost in costs) * launch_s
+    return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
+
+
+def device_parts(
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, settings: Settings, hardware: Hardware
+) -> dict[str, float]:
+    """Return the device seconds for the costs of a use by part, over all micro-batches.
+
     Products take the longer of compute time and memory time. All other operations run one after the other at the rate
-    of elementwise kernels. An accelerator idles between kernels launched one by one. A CPU does both jobs, so there the
-    result is (the larger, 0).
+    of elementwise kernels. An accelerator idles between kernels launched one by one ("gaps"). "new memory": a CPU's
+    system fills it with zeros. "casts": once in a use. "exchange": with ranks of the sequence-parallel group.
     """
     rates, is_cpu = hardware.rates, hardware.device == "cpu"
     is_compiled = settings.compile == "always" and work.is_block
-    exchange = Throttle(rates.collective_bytes_per_s)
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
-    kernels = sum(sum(kernel_seconds(cost, settings.precision, rates, share)) for cost in costs)
+    seconds = [kernel_seconds(cost, settings.precision, rates, share) for cost in costs]
+    kernels = [num_runs * sum(kind) for kind in zip(*seconds, strict=True)]
+    parts = dict(zip(("products", "attention", "other kernels"), kernels, strict=False))
     if rates.fresh_bytes_per_s is not None:
-        kernels += sum(cost.fresh_bytes for cost in costs) / rates.fresh_bytes_per_s
-    device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
-    device += sum(cost.once_bytes for cost in costs) / rates.elementwise
-    device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
-    host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
-    return (max(device, host), 0.0) if is_cpu else (device, host)
+        parts["new memory"] = num_runs * sum(cost.fresh_bytes for cost in costs) / rates.fresh_bytes_per_s
+    if not is_cpu and not is_compiled:
+        parts["gaps"] = _EAGER_GAPS * sum(parts.values())
+    parts["casts"] = sum(cost.once_bytes for cost in costs) / rates.elementwise
+    exchange = Throttle(rates.collective_bytes_per_s)
+    parts["exchange"] = num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
+    return parts
 
 
 def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0) -> tuple[float, float, float]:
