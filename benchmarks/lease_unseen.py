@@ -220,8 +220,8 @@ def simulated_kernels(check: Check) -> Iterator[None]:
     with (
         mock.patch.object(torch, "_scaled_mm", product),
         mock.patch.object(document_operation, "has_kernel", return_value=True),
-        mock.patch.object(document_operation, "_by_kernel", forward),
-        mock.patch.object(document_operation, "_backward_by_kernel", backward),
+        mock.patch.object(document_operation, "by_kernel", forward),
+        mock.patch.object(document_operation, "backward_by_kernel", backward),
     ):
         yield
 

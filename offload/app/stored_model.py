@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from offload.app.checkpoint_folder import suggesting_alternative
 from offload.app.config.sections import ModelSection
 from offload.app.hf.deferred_init import DeferredInit
-from offload.app.hf.models import attention_options, folder_config, model_kind
+from offload.app.hf.models import attention_options, folder_config, fuse_attention, model_kind
 from offload.app.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
 from offload.app.hf.write import ExportResult, write_model
 from offload.app.telemetry.progress import work_progress
@@ -184,6 +184,7 @@ def read_stored(
 def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
     """Rebuild a checkpoint model as for training, without weights, to resume. Raises as `read_stored`."""
     model, weights = read_stored(folder, in_part=True, **attention_options(section))
+    fuse_attention(section, model)
     with closing(weights):
         for name, parameter in model.named_parameters():
             # Without values: the engine reads the states from the checkpoint.

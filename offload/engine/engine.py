@@ -347,7 +347,8 @@ class Engine(StateAccess):
         """Replace the model's attention until `close`, before the first step. Raises ConfigError.
 
         name: "documents" computes the documents of a row (positions that restart) one by one, without a mask. Rows with
-        several documents then round differently from plain PyTorch. "whole" restores the model's own attention.
+        several documents then round differently from plain PyTorch. "sinks" fuses attention with sinks (gpt-oss).
+        "whole" restores the model's own attention.
         """
         flow = self._flow
         if flow.attention.size > 1:

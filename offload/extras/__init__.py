@@ -10,6 +10,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {
         "documents": "offload.extras.large.document_attention:DocumentAttention",
         "shared": "offload.extras.large.shared_attention:SharedAttention",
+        "sinks": "offload.extras.large.sink_attention:SinkAttention",
     },
     "conflicts": {
         "adapters": "offload.extras.adapters.conflicts:CONFLICTS",

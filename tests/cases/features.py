@@ -31,6 +31,7 @@ from tests.cases.models import (
     freeze,
     gemma2,
     gpt2,
+    granite_swa,
     llama,
     lora,
     mamba,
@@ -43,6 +44,7 @@ from tests.cases.models import (
     tied_table,
     tokens,
     wide_llama,
+    with_sinks,
 )
 from tests.engine.handmade import CalledTwoWays, Stack, cross_entropy, words
 
@@ -451,6 +453,7 @@ CASES: dict[str, Case] = {
     ),
     "stacked experts": Case(qwen3_moe),
     "documents": Case(_by_document, batch=_packed),
+    "attention with sinks": Case(lambda: with_sinks(granite_swa())),
     "passes": Case(settings={"passes": 3}, without={"equals_reference": _OWN.format("test_passes.py")}),
     "tiles": Case(
         settings={"sequence_tile": 5},

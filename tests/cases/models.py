@@ -116,9 +116,26 @@ EAGER: dict[str, Callable[[], nn.Module]] = {
 """Models that call one expert after another."""
 
 
-def gpt_oss() -> nn.Module:
-    """Expert weights are one parameter [experts, in, out], with biases."""
-    return t.GptOssForCausalLM(t.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2))
+def gpt_oss(**settings: Any) -> nn.Module:
+    """Expert weights are one parameter [experts, in, out], with biases. Attention has sinks."""
+    sizes = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+    return t.GptOssForCausalLM(t.GptOssConfig(**GROUPED | sizes | settings))
+
+
+def granite_swa() -> nn.Module:
+    """Attention has sinks, over the whole row and over six tokens."""
+    kinds = {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+    return t.GraniteSWAForCausalLM(t.GraniteSWAConfig(**GROUPED | SPECIAL | kinds))
+
+
+def with_sinks(model: nn.Module) -> nn.Module:
+    """Return a model with fused attention over sinks, where it has sinks."""
+    from offload.distributed.comm import Comm
+    from offload.engine.units.attention import ATTENTIONS
+    from offload.tiers.counters import Counters
+
+    ATTENTIONS["sinks"].open(model, 1, Comm(), Counters()).divert()
+    return model
 
 
 def llama4() -> nn.Module:

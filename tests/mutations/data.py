@@ -127,6 +127,11 @@ def reference_of_preferences_not_subtracted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DPO, "of", alone)
 
 
+@mutation("tests/engine/test_sink_attention.py")
+def sums_without_the_sink(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "logaddexp", lambda sums, _sinks: sums)
+
+
 @mutation("tests/engine/test_document_attention.py")
 def a_document_begins_a_token_late(patch: pytest.MonkeyPatch) -> None:
     find_starts = document_attention.find_starts

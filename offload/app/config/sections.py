@@ -361,7 +361,8 @@ class ModelSection(Section):
     attention: str = "auto"
     """Attention implementation: eager, sdpa, or another name known to transformers. documents: the default of
     transformers, but packed documents (data.packing_isolated) are computed one by one, without a mask over the row.
-    auto: documents for such rows if the model allows, else the default of transformers.
+    auto: documents for such rows if the model allows, else the default of transformers. Models with sinks (gpt-oss),
+    where this default makes all scores, then have fused attention; eager keeps the model's own.
     """
 
     @property

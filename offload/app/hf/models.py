@@ -32,9 +32,12 @@ from offload.app.hf.names import CannotStream, Shape
 from offload.app.hf.quantized import quantization_settings, remove_quantization
 from offload.app.hf.read import LoadReport, build_empty, conversion_advice, read_model, replace_parameters, weight_files
 from offload.app.hf.sources import RemovedProduct
+from offload.distributed.comm import Comm
+from offload.engine.units.attention import ATTENTIONS
 from offload.errors import ConfigError, OffloadError, counted, first_names, format_bytes, warn
 from offload.files.sources import Fill, Source
 from offload.layout.codecs import Codec
+from offload.tiers.counters import Counters
 
 _NUM_NAMES = 3  # parameters listed in a note
 
@@ -395,6 +398,7 @@ def build_model(
         if section.attention != "auto":
             attention = f" with --model.attention {section.attention}"
         raise ConfigError(f"the model {section.label}{attention} cannot be built: {_shorten_error(error)}") from error
+    fuse_attention(section, built.model)
     # Again, now with the modules: in some families a row may use fewer positions than `max_position_embeddings`.
     for name, module in built.model.named_modules():
         # RoBERTa and similar models reserve the first rows of a position table for padding.
@@ -425,6 +429,7 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
         raise ConfigError(
             f"the model {section.label} cannot be built on the meta device (without memory): {_shorten_error(error)}"
         ) from error
+    fuse_attention(section, model)
     return typing.cast(nn.Module, model.train())
 
 
@@ -433,6 +438,12 @@ def attention_options(section: ModelSection) -> dict[str, Any]:
     if section.attention in ("auto", DOCUMENTS):
         return {}
     return {"attn_implementation": section.attention}
+
+
+def fuse_attention(section: ModelSection, model: nn.Module) -> None:
+    """Replace eager attention with sinks, if the section leaves the choice and transformers has no other for it."""
+    if section.attention in ("auto", DOCUMENTS) and not getattr(model, "_supports_sdpa", True):
+        ATTENTIONS["sinks"].open(model, 1, Comm(), Counters()).divert()
 
 
 def _load(

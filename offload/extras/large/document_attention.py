@@ -69,7 +69,7 @@ def _mask(mask_function: Callable[..., Any], attention_mask: torch.Tensor | None
     """Return the document starts for packed rows, else the mask of sdpa."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    rules = list(_rules(mask_function))
+    rules = list(mask_rules(mask_function))
     found = dict(rules)
     documents, window = found.get("packed_sequence_mask_function"), found.get("sliding_window_overlay")
     if documents is not None and attention_mask is None:
@@ -81,7 +81,7 @@ def _mask(mask_function: Callable[..., Any], attention_mask: torch.Tensor | None
     return own(mask_function=mask_function, attention_mask=attention_mask, **options)
 
 
-def _rules(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def mask_rules(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for each condition in a transformers mask function."""
     code: Any = getattr(mask_function, "__code__", None)
     cells = getattr(mask_function, "__closure__", None) or ()
@@ -90,9 +90,9 @@ def _rules(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     name = mask_function.__qualname__.partition(".")[0] if is_known else "a mask of the model"
     if name == "and_masks":
         for each in values["mask_functions"]:
-            yield from _rules(each)
+            yield from mask_rules(each)
     elif name == "remap_positions_for_packed_sequence":  # within a document, positions differ as places do
-        yield from _rules(values["mask_function"])
+        yield from mask_rules(values["mask_function"])
     else:
         yield name, values.get("packed_sequence_mask", values.get("sliding_window"))
 

@@ -106,8 +106,8 @@ def _runs_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         heads = torch.ones(1, 1, _TRIED_TOKENS, width, dtype=dtype, device=device)
         try:
-            result, sums = _by_kernel(heads, heads, heads, one, None)
-            _backward_by_kernel(result, heads, heads, heads, result, sums, one, None)
+            result, sums = by_kernel(heads, heads, heads, one, None)
+            backward_by_kernel(result, heads, heads, heads, result, sums, one, None)
         except RuntimeError:
             return False
     return True
@@ -142,10 +142,10 @@ def _forward(
     if not has_kernel(query, value):
         with torch.autocast(query.device.type, enabled=False):  # the result has the dtype of the query
             return by_loop(query, key, value, documents, scaling=scaling), query.new_empty(0, dtype=torch.float32)
-    return _by_kernel(query, key, value, documents, scaling)
+    return by_kernel(query, key, value, documents, scaling)
 
 
-def _by_kernel(
+def by_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     borders, longest, is_causal, options = _kernel_arguments(query, documents, scaling)
@@ -175,10 +175,10 @@ def _backward(
         gradients = torch.autograd.grad(again, leaves, gradient)
         # With the strides of `_backward_shapes`, on which a compiled graph relies.
         return tuple([each.transpose(1, 2).contiguous().transpose(1, 2) for each in gradients])
-    return _backward_by_kernel(gradient, query, key, value, result, sums, documents, scaling)
+    return backward_by_kernel(gradient, query, key, value, result, sums, documents, scaling)
 
 
-def _backward_by_kernel(
+def backward_by_kernel(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -20,6 +20,7 @@ from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Product, Use
 from offload.errors import OffloadError
 from offload.extras.large.document_operation import OPERATION
+from offload.extras.large.sink_operation import SINK_ATTENTION, computed_share
 from offload.extras.quant.weight_codes import PRODUCT
 from offload.machine.hardware import ATTENTION_SHARE
 from offload.planning.settings import Settings
@@ -46,7 +47,8 @@ _SUMS = frozenset((torch.ops.aten.add, torch.ops.aten._unsafe_view))
 """Operations, beside views, whose gradient reads no values."""
 # Versions of torch lack some of the names.
 _OPERATIONS = frozenset(
-    [OPERATION, PRODUCT, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
+    [OPERATION, SINK_ATTENTION, PRODUCT]
+    + [getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name)]
 )
 
 
@@ -204,6 +206,8 @@ def _argument(place: _Place, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 def _inner(func: Any, args: Sequence[Any], is_causal: bool) -> float:
     """Return the multiplications for one element in the first output, each at the rate of bf16 products."""
     name = func.overloadpacket.__name__
+    if func.overloadpacket is SINK_ATTENTION:
+        return attention_inner(args[1], computed_share(args[0], args[1], args[4]))
     if "attention" in name:
         return attention_inner(args[1], 0.5 if is_causal else 1.0)
     has_sum = name in ("addmm", "baddbmm")

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.engine.recording.watching import WatchingMode
 from offload.extras.large.kept_products import ProductsForward, attention_inner
+from offload.extras.large.sink_operation import SINK_ATTENTION
 from offload.extras.plan.workload import NO_COST, Cost
 from offload.extras.quant.weight_codes import PRODUCT, cast_bytes
 
@@ -38,6 +39,7 @@ _FREE_OPERATIONS = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
 """Operations reading only as many bytes as the result has, from a possibly larger table."""
 _FP8_PRODUCTS = frozenset((_aten._scaled_mm, PRODUCT))
+_ATTENTIONS = frozenset((SINK_ATTENTION, torch.ops.offload.sink_attention_backward))
 _FILLS = frozenset((_aten.copy_, _aten.zero_, _aten.fill_))
 """Operations that write the first operand without reading it."""
 
@@ -266,7 +268,8 @@ def _cost(func: Any, args: Any, num_bytes: int, flops: float) -> Cost:
     """Return the cost of an operation that reads and writes `num_bytes`."""
     if flops:
         fp8_flops = flops if func.overloadpacket in _FP8_PRODUCTS else 0.0
-        return Cost(flops, num_bytes, 1, fp8_flops=fp8_flops)
+        attention_flops = flops if func.overloadpacket in _ATTENTIONS else 0.0
+        return Cost(flops, num_bytes, 1, fp8_flops=fp8_flops, attention_flops=attention_flops)
     if func.overloadpacket is _aten.copy_ and _are_alike(*args[:2]):
         return Cost(0.0, 0.0, 1, copied_bytes=num_bytes)
     return Cost(0.0, 0.0, 1, moved_bytes=num_bytes)

@@ -124,7 +124,12 @@ def _build_stand_in(block: nn.Module) -> nn.Module:
 
 
 def _random_like(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros."""
+    """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros.
+
+    One with values, such as the places of documents, stays.
+    """
+    if not like.is_meta:
+        return like.detach().clone()
     if like.is_floating_point():
         return torch.randn(like.shape, dtype=like.dtype, device="cpu")
     return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device="cpu")
@@ -166,7 +171,9 @@ class UnitMeasurements:
         """Return the `UnitMeasurement` for a unit with these arguments, from the cache or by running the unit."""
         signature = _signature(unit), arguments.structure
         shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in arguments.tensors)
-        key = signature, shapes, repr(arguments.others)
+        # Two attentions over starts alike in shape differ in work by the window, which is a value.
+        values = tuple(t.numpy().tobytes() for t in arguments.tensors if not t.is_meta)
+        key = signature, shapes, values, repr(arguments.others)
         if key not in self._found:
             if self._tiles is not None:
                 forward = self._tiles.forward(signature, unit, arguments, forward)

@@ -25,6 +25,7 @@ from offload.app.hf.models import (
     BuiltModel,
     attention_options,
     fill_all,
+    fuse_attention,
     is_pretrained,
     load_model_config,
     load_whole,
@@ -599,6 +600,7 @@ def _load_plainly(dtype: torch.dtype, section: ModelSection, built: BuiltModel) 
     if own.is_encoder_decoder:  # chosen by the run where the folder has none
         config.decoder_start_token_id = own.decoder_start_token_id
     plain = load_whole(model_kind(own).auto, built.folder, config, dtype, attention_options(section))
+    fuse_attention(section, plain.model)
     return replace(built, model=plain.model, fill=plain.fill)
 
 
