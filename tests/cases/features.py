@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ class Case:
     is_fuzzed: the fuzzer draws the update rule or the stage, under the case's name.
     limits: values small enough for a small model (see `limits_of`).
     bits: hashed runs, by name.
+    on_devices: an accelerator's feature; on the CPU it changes nothing, and has no contracts.
     """
 
     make: Callable[[], nn.Module] = llama
@@ -138,6 +139,7 @@ class Case:
     is_fuzzed: bool = False
     limits: Mapping[str, Any] = field(default_factory=dict)
     bits: Mapping[str, Cell] = field(default_factory=dict)
+    on_devices: bool = False
 
     @property
     def precision(self) -> str:
@@ -162,17 +164,17 @@ LIMITS: dict[str, Any] = {"offload.planning.disk._LARGEST_TILE": 2048}
 
 
 def limits_of(limits: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (module, name, value) for limits by path.
+    """Yield (module or class, name, value) for limits by path.
 
     A key has one path, or two: the second is that of an older commit, for a comparison of bits with it. Raises
     RuntimeError for a name without a place.
     """
     for paths, value in limits.items():
         for path in paths.split():
-            module, _, name = path.rpartition(".")
+            owners, _, name = path.rpartition(".")
             try:
-                owner = import_module(module)
-            except ModuleNotFoundError:
+                owner = resolve_name(owners)
+            except (ImportError, AttributeError):
                 continue
             if hasattr(owner, name):
                 yield owner, name, value
@@ -685,6 +687,11 @@ CASES: dict[str, Case] = {
         limits=_GROUPED_EXPERTS,
         reference=_decoded_experts,
         saves={"trained_only": True},
+    ),
+    "weights in host pages": Case(
+        partial(llama, num_hidden_layers=3),
+        limits={"offload.accelerators.Accelerator.is_integrated": True},
+        on_devices=True,
     ),
 }
 FUZZED: dict[str, Case] = {name: case for name, case in CASES.items() if case.is_fuzzed}

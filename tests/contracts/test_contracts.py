@@ -53,7 +53,7 @@ def is_quick(row: int, column: int, contract: str) -> bool:
 
 def cells() -> Iterator[Any]:
     for (row, (name, case)), (column, contract) in product(enumerate(CASES.items()), enumerate(CONTRACTS)):
-        for turn in range(4):
+        for turn in range(4) if own_device().type != "cpu" or not case.on_devices else ():
             marks = [] if turn == 0 and is_quick(row, column, contract) else [pytest.mark.slow]
             if contract in case.without:
                 marks.append(pytest.mark.skip(reason=case.without[contract]))

@@ -34,6 +34,8 @@ class Mutation:
     """Files or node ids (without parameters) of quick tests, in running order. One failure suffices."""
     fuzzed: bool
     """True: the fuzzer must detect the fault as well."""
+    options: tuple[str, ...]
+    """pytest options, for tests that are quick on another device."""
 
 
 _mutations: dict[str, Mutation] = {}
@@ -49,10 +51,10 @@ def mutation(*found_by: str, fuzzed: bool = False) -> Callable[[Change], Change]
     return enter
 
 
-def enter_as(name: str, change: Change, *found_by: str, fuzzed: bool = False) -> None:
+def enter_as(name: str, change: Change, *found_by: str, fuzzed: bool = False, options: tuple[str, ...] = ()) -> None:
     assert found_by, f"{name}: no test has to find it"
     assert name not in _mutations, f"{name}: two mutations of this name"
-    _mutations[name] = Mutation(name, change, found_by, fuzzed)
+    _mutations[name] = Mutation(name, change, found_by, fuzzed, options)
 
 
 def replaced(target: Any, name: str, value: Any) -> Change:

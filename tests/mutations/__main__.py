@@ -71,9 +71,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     forks.share()
     tests = tuple(arguments.tests.split(",")) if arguments.tests else ()
-    if not tests and (stranger := find_stranger({test for each in chosen for test in each.found_by})):
-        print(f"{stranger} is no part of the quick run")
-        return 1
+    for options in {each.options for each in chosen}:
+        named = {test for each in chosen if each.options == options for test in each.found_by}
+        if not tests and (stranger := find_stranger(named, options)):
+            print(f"{stranger} is no part of the quick run")
+            return 1
     outcomes = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for outcome in pool.map(lambda each: seek(each, tests or each.found_by), chosen):
@@ -81,21 +83,21 @@ def main(words: Sequence[str] | None = None) -> int:
             print(outcome.trouble, end="", flush=True)
             outcomes.append(outcome)
     found = [each for each in outcomes if each.test]
-    code, out = (
-        run_tests(["-n", str(arguments.jobs), *{each.test for each in found}], forks.MINUTES) if found else (0, "")
-    )
-    if code:
-        print(f"Tests that failed with a mutation fail without one, too:\n{out[-4000:]}")
-        return 1
+    for options in {each.mutation.options for each in found}:
+        failed = {each.test for each in found if each.mutation.options == options}
+        code, out = run_tests(["-n", str(arguments.jobs), *options, *failed], forks.MINUTES)
+        if code:
+            print(f"Tests that failed with a mutation fail without one, too:\n{out[-4000:]}")
+            return 1
     print(f"{len(found)} of {len(outcomes)} mutations found, by tests that pass without a mutation")
     if missed := [each.mutation.name for each in outcomes if not each.test]:
         print("No test that is named for them fails with", *missed)
     return bool(missed)
 
 
-def find_stranger(tests: Iterable[str]) -> str:
+def find_stranger(tests: Iterable[str], options: Sequence[str] = ()) -> str:
     """Return the first test outside the quick run, or ""."""
-    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})], PATIENCE_S)
+    _, out = run_tests([*options, "--collect-only", *sorted({test.partition("::")[0] for test in tests})], PATIENCE_S)
     collected = {line.partition("[")[0] for line in out.splitlines()}
     return next(
         (test for test in sorted(tests) if not any(f"{one}::".startswith(f"{test}::") for one in collected)), ""
@@ -106,7 +108,7 @@ def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
     """Run the tests with the mutation until one fails."""
     begin = time.monotonic()
     try:
-        code, out = run_tests(["-x", "--mutation", mutation.name, *tests], PATIENCE_S)
+        code, out = run_tests(["-x", "--mutation", mutation.name, *mutation.options, *tests], PATIENCE_S)
     except subprocess.TimeoutExpired:
         return Outcome(mutation, time.monotonic() - begin, trouble=f"the tests hang, after {PATIENCE_S} s\n")
     seconds, failed = time.monotonic() - begin, _SUMMARY.search(out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload.accelerators import Accelerator
 from offload.engine.gradients.tile_updates import InPlaceUpdates, TileUpdate
 from offload.lanes.ticket import Fence
 from offload.tiers.lease import Ring, RingSlice
@@ -57,6 +58,21 @@ enter_as(
     "compute-does-not-wait-for-weights",
     replaced(Slots, "use", lambda self, cargo, regions: None),
     "tests/engine/test_races.py",
+)
+
+# Compute over host pages does not wait for their updates.
+enter_as(
+    "pages-read-before-their-update",
+    replaced(Slots, "_page_fences", lambda self, region: []),
+    "tests/accelerator/test_pages.py",
+    options=("-m", "accelerator and not slow"),
+)
+# The device computes over copied host memory, which no update reaches.
+enter_as(
+    "pages-copied-once",
+    replaced(Accelerator, "over", lambda self, host: host.to(self.device, copy=True)),
+    "tests/contracts/test_contracts.py",
+    options=("--device", "sim", "-k", "host and pages"),
 )
 
 
