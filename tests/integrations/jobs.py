@@ -10,10 +10,12 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import set_seed
 
+from offload.engine.gradients import loss_scale
 from offload.errors import OffloadError
 from offload.integrations.optimizer import FOLDER, find_own
 from offload.integrations.transformers import OffloadTrainer
@@ -131,6 +133,32 @@ def script(folder: str, offloads: bool) -> dict[str, Any]:
     if offloads:
         runs.accelerator.engine.close()
     return found
+
+
+@as_rank
+def trained_in_fp16(way: str, folder: str) -> dict[str, Any]:
+    """Train four steps with a scale that begins too large and grows after two finite ones. Return batches, results."""
+    from tests.integrations.test_accelerate import Script
+
+    batches: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "FIRST", 2.0**19)
+        patch.setattr(loss_scale, "INTERVAL", 2)
+        if way == "Trainer":
+            trainer = offload_trainer(Path(folder), llama(), OffloadTrainer, fp16=True, max_steps=4, max_grad_norm=0.0)
+            collate = trainer.data_collator
+            trainer.data_collator = lambda each: batches.append(collate(each)) or batches[-1]
+            trainer.train()
+            engine = trainer.engine
+        else:
+            runs = Script(Path(folder), True, 1, 1e9, mixed_precision="fp16")
+            runs.data = batches = list(runs.data)
+            runs.run(4)
+            engine = runs.accelerator.engine
+        weights = {name: value.detach().clone() for name, value in engine.named_parameters()}
+        scale = engine.loss_scale.value
+        engine.close()
+    return {"batches": batches[:4], "scale": scale, "weights": weights}
 
 
 @as_rank

@@ -12,6 +12,7 @@ import offload
 from offload import AdamW, Engine
 from offload.engine.gradients import loss_scale
 from offload.integrations.rules import without_decay
+from tests.engine import ranks
 from tests.engine.compare import assert_same
 from tests.engine.device import TWO_KERNELS, own_device, twin
 from tests.engine.handmade import cross_entropy, words
@@ -34,6 +35,7 @@ pytestmark = TWO_KERNELS
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
+from tests.integrations import jobs  # noqa: E402
 from tests.integrations.test_accelerate import Script  # noqa: E402
 from tests.integrations.test_trl import made  # noqa: E402
 
@@ -143,7 +145,7 @@ def test_a_model_given_in_fp16_trains_in_fp16() -> None:
 # On a CPU the plain ones compute in fp32 with fp16 set, so the engine's own step is the reference.
 
 
-def as_the_engine_does(batches: list[Any], decays: Any, schedule_of: Any, **sums: Any) -> tuple[list[float], Any]:
+def as_the_engine_does(batches: list[Any], decays: Any, schedule_of: Any) -> tuple[list[float], Any]:
     """Train with the Trainer's rule. Return losses and final weights. Skipped steps move no schedule."""
     names = [name for name, _ in llama().named_parameters() if not decays(name)]
     losses, num_updates = [], 0
@@ -151,7 +153,7 @@ def as_the_engine_does(batches: list[Any], decays: Any, schedule_of: Any, **sums
     with Engine(llama(), rule, PLACEMENT, precision="fp16", max_grad_norm=CLIP) as engine:
         for batch in batches:
             engine.lr = schedule_of(num_updates)
-            result = engine.step(batch, **sums)
+            result = engine.step(batch)
             num_updates += not result.skipped
             losses.append(float(result.loss))
         return losses, dict(engine.named_parameters())
@@ -215,3 +217,27 @@ def test_a_schedule_waits_also_where_no_scale_is(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(script.accelerator, "backward", lambda loss: backward(loss * next(factors)))
     script.run(3)
     assert script.schedule.get_last_lr() == [LR * (1 / 3)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["Trainer", "script"])
+def test_two_ranks_have_the_bits_of_one_process(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process takes both ranks' rows in its own loop, in a backward each."""
+    found = ranks.run(2, jobs.trained_in_fp16, way=way, folder=str(tmp_path))
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**19)
+    rule = without_decay(AdamW(lr=LR, weight_decay=0.1), [name for name in found[0]["weights"] if "norm" in name])
+    num_updates = 0
+    with Engine(llama(), rule, PLACEMENT, precision="fp16", max_grad_norm=None) as engine:
+        for parts in zip(*(each["batches"] for each in found), strict=True):
+            engine.lr = LR * (4 - num_updates) / 4
+            num_items = sum(int((each["labels"][:, 1:] != -100).sum()) for each in parts)
+            how, share = {"num_items_in_batch": num_items}, 1.0
+            if way == "script":  # accelerate steps the schedule once for each rank, and takes the mean of their losses
+                engine.lr, how, share = LR / (1 + 2 * num_updates), {}, 0.5
+            for part in parts:
+                engine.backward(engine.model(**part, **how).loss * share)
+            num_updates += not engine.update().skipped
+        assert 0 < num_updates < 4, "some steps were skipped, and some were not"
+        for rank in found:
+            assert rank["scale"] == engine.loss_scale.value
+            assert_same_weights(rank["weights"], dict(engine.named_parameters()))
