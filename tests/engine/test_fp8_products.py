@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.utils import parametrizations
 from torch.torch_version import TorchVersion
 
@@ -96,36 +99,73 @@ NUM_BYTES = {"fp8_rowwise": 15696, "fp8_tensorwise": 13392}
 
 @cpu_only("compiles for the CPU")
 @pytest.mark.parametrize(
-    ("settings", "num_casts"),
+    ("settings", "of_weights", "of_inputs", "of_gradients"),
     [
-        (ROWWISE | {"micro_batch_size": 1}, 3),
-        (ROWWISE | {"micro_batch_size": 1, "compile": "always"}, 3),
-        (ROWWISE | {"micro_batch_size": 1, "recompute": "never"}, 2),
-        (ROWWISE | {"micro_batch_size": 1, "recompute": "products"}, 2),
-        (TENSORWISE, 2),
+        (ROWWISE | {"micro_batch_size": 1}, 3, 64, 40),
+        (ROWWISE | {"micro_batch_size": 1, "compile": "always"}, 3, 0, 0),  # in the graph
+        (ROWWISE | {"micro_batch_size": 1, "recompute": "never"}, 2, 32, 40),
+        (ROWWISE | {"micro_batch_size": 1, "recompute": "products"}, 2, 64, 40),
+        (TENSORWISE, 2, 16, 10),
     ],
 )
-def test_a_weight_is_cast_once_in_a_use(
-    settings: dict[str, Any], num_casts: int, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_cast_once_in_a_use_and_inputs_once_for_their_layers(
+    settings: dict[str, Any], of_weights: int, of_inputs: int, of_gradients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the forward, and in the backward for the recomputation and for the gradient, whatever the micro-batches: with
-    one scale for both the codes are one cast. Breaks: `close` at the end of a micro-batch, or no `close` at all.
+    """Weights: in the forward, and in the backward for the recomputation and for the gradient, whatever the
+    micro-batches; with one scale for both the codes are one cast. Inputs: two layers read one of the four in a block.
+    With one scale, the gradient of a weight has the codes of the forward.
+
+    Breaks: `close` at the end of a micro-batch, or no `close` at all; `_casts` left empty.
     """
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_forwards, "BACKEND", "aot_eager")
-    casts = list[torch.Size]()
+    casts = Counter[object]()
 
-    def cast(weight: torch.Tensor, **options: Any) -> ScaledMatrix:
-        casts.append(weight.shape)
-        return to_fp8(weight, **options)
+    def count(module: ModuleType) -> None:
+        def cast(matrix: torch.Tensor, **options: Any) -> ScaledMatrix:
+            casts[module] += 1
+            return to_fp8(matrix, **options)
 
-    monkeypatch.setattr(weight_codes, "to_fp8", cast)
+        monkeypatch.setattr(module, "to_fp8", cast)
+
+    count(weight_codes)
+    if of_inputs:  # a counter would break a graph
+        count(products)
     with Engine(model(), **settings) as engine:
         for seed in range(3):
             casts.clear()
             engine.step(tokens(seed))
-        assert len(casts) == num_casts * 10
+        assert casts[weight_codes] == of_weights * 10
+        assert casts[products] == of_inputs + of_gradients
         assert planned_bytes(engine)["device", BESIDE] == NUM_BYTES[settings["matmul"]]
+
+
+def test_an_input_changed_in_place_is_cast_again() -> None:
+    """Break: no version in `_cast`."""
+    layers = [nn.Linear(LEAST_SIZE, LEAST_SIZE, dtype=torch.bfloat16, device=own_device()) for _ in range(2)]
+    values = torch.ones(4, LEAST_SIZE, dtype=torch.bfloat16, device=own_device())
+    first = products._linear_by_row(layers[0], values)
+    values[0] = 3
+    assert products._linear_by_row(layers[1], values).equal(products._linear_by_row(layers[1], values.clone()))
+    assert not products._linear_by_row(layers[0], values).equal(first)
+
+
+@cpu_only("compiles for the CPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", ["fp8_rowwise", "fp8_tensorwise"])
+def test_compiled_blocks_cast_an_input_once_and_beside_its_neighbours(matmul: str) -> None:
+    """Seven layers read four inputs. Breaks: no `joint_custom_pre_pass`, or the tag `needs_fixed_stride_order`."""
+    torch._dynamo.reset()
+    own = model(num_key_value_heads=4).bfloat16()
+    hidden = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    embeddings = own.model.rotary_emb(hidden, torch.arange(8)[None])
+    with stages_in_memory(own, Settings(matmul=matmul, precision="bf16")), torch.no_grad(), fresh_cache():
+        layer = own.model.layers[0]
+        compiled_forwards.compile_modules([layer])
+        _, (code,) = run_and_get_code(partial(layer, hidden, position_embeddings=embeddings))
+    read = re.findall(r"offload\.fp8_product\.default\((\w+), ", code)
+    assert (len(read), len(set(read))) == (7, 4)
+    assert not re.findall(r"aten\.\w*(norm|_to_copy)\S*\(", code), "all casts are in fused kernels"
 
 
 def test_layers_cut_out_of_blocks_multiply_as_in_whole_blocks() -> None:

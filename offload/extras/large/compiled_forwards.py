@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -233,10 +233,33 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
 
     options = dict[str, Any]()
     if BACKEND == "inductor":
-        options["config_patches"] = {"fallback_random": True}  # Draws the same random numbers in the same order.
+        options["config_patches"] = {
+            "fallback_random": True,  # Draws the same random numbers in the same order.
+            "joint_custom_pre_pass": _merge_pass(),
+        }
     share = 1.0 if _is_random(graph, inputs) else _GRAPH_SHARE
     with config.patch(activation_memory_budget=share), masks_left_out(graph, inputs):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
+
+
+@cache
+def _merge_pass() -> Any:
+    """Return a pass in which equal operations become one, such as the casts of one input to FP8.
+
+    torch does so where a graph has a backward, in its partitioner. Random operations stay apart.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse  # Imported late, as in `_num_graphs`.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class MergePass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
+            graph.owning_module.graph = fx_graph_cse(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    return MergePass()
 
 
 class _SeedWatch(TorchDispatchMode):

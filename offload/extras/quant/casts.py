@@ -64,16 +64,17 @@ def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype, out: Scaled
     amax = torch.linalg.vector_norm(matrix, math.inf, dim=dims, keepdim=True).float()
     # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
     scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
+
+    def divide(rows: Tensor, divisor: Tensor) -> Tensor:
+        return (rows / divisor).to(dtype, memory_format=torch.contiguous_format)
+
     if out is None:
-        return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+        return ScaledMatrix(divide(matrix, scale), scale)
     out.scale.copy_(scale)
     # In parts: the quotients are in fp32, and memory that is given has no room for four bytes an element.
-    for part in range(0, len(matrix), _PART_ROWS):
-        rows = slice(part, part + _PART_ROWS)
-        divisor = scale
-        if by_row:
-            divisor = scale[rows]
-        out.values[rows].copy_(matrix[rows] / divisor)
+    whole = out.values, matrix, scale.expand(len(matrix), 1)
+    for values, rows, divisor in zip(*(each.split(_PART_ROWS) for each in whole), strict=True):
+        values.copy_(divide(rows, divisor))
     return out
 
 

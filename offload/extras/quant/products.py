@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.accelerators import Accelerator, multiplies_fp8, own_accelerator
 from offload.engine.units.find import ParameterPlace, UnitCandidate, find_blocks
@@ -28,7 +29,7 @@ from offload.engine.units.stages import Host, Stage
 from offload.engine.units.unit import CutLayer, Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import ConfigError
-from offload.extras.quant.casts import to_fp8
+from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.extras.quant.weight_codes import PRODUCT, WeightCodes, code_bytes, multiply, transposed
 from offload.layout.residence import DEVICE
 from offload.modules import forwards_replaced
@@ -48,34 +49,64 @@ _TRIED_TOKENS = 100
 
 
 class _Product(torch.autograd.Function):
-    """tokens [tokens, K] times weight' [K, N], bf16. The graph saves both in bf16, like the product in bf16."""
+    """tokens [tokens, K] times weight' [K, N], bf16. `values` and `scale`: the tokens in FP8.
+
+    The graph saves what the gradient of the weight reads: by row tokens in bf16, like a product in bf16, else in FP8.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, values: Tensor, scale: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         ctx.by_row = by_row
-        ctx.save_for_backward(tokens, weight)
-        return PRODUCT(*to_fp8(tokens, by_row=by_row), weight, by_row, False)
+        if by_row:
+            ctx.save_for_backward(weight, tokens)
+        else:
+            ctx.save_for_backward(weight, values, scale)
+        return PRODUCT(values, scale, weight, by_row, False)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        tokens, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        needs_tokens, _, _, needs_weight, _ = ctx.needs_input_grad
         of_tokens = of_weight = None
         if ctx.by_row:
-            if ctx.needs_input_grad[0]:
+            if needs_tokens:
                 of_tokens = PRODUCT(*to_fp8(gradient, by_row=True), weight, True, True)
-            if ctx.needs_input_grad[1]:
+            if needs_weight:
                 # In bf16, as in the recipe: this product sums over tokens, and each token has a scale of its own.
-                of_weight = gradient.t() @ tokens
-            return of_tokens, of_weight, None
-        num_tokens = len(tokens)
-        if missing := -num_tokens % _MULTIPLE:  # rows of zeros, because one product is over tokens
-            gradient, tokens = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (gradient, tokens))
+                of_weight = gradient.t() @ saved[0]
+            return of_tokens, None, None, of_weight, None
         scaled = to_fp8(gradient, by_row=False, dtype=torch.float8_e5m2)
-        if ctx.needs_input_grad[0]:
-            of_tokens = PRODUCT(*scaled, weight, False, True)[:num_tokens]
-        if ctx.needs_input_grad[1]:
-            of_weight = multiply(transposed(scaled), transposed(to_fp8(tokens, by_row=False)), is_fast=False)
-        return of_tokens, of_weight, None
+        if needs_tokens:
+            of_tokens = PRODUCT(*scaled, weight, False, True)
+        if needs_weight:
+            of_weight = multiply(_by_column(scaled), _by_column(ScaledMatrix(*saved)), is_fast=False)
+        return of_tokens, None, None, of_weight, None
+
+
+def _by_column(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Return the transposed matrix, with columns of zeros up to a multiple of `_MULTIPLE`: a product sums over them."""
+    missing = -len(matrix.values) % _MULTIPLE
+    if not missing:
+        return transposed(matrix)
+    values = nn.functional.pad(matrix.values.view(torch.uint8), (0, 0, 0, missing)).view(matrix.values.dtype)
+    return transposed(ScaledMatrix(values, matrix.scale))
+
+
+_casts: Any = WeakIdKeyDictionary()
+"""The last input and its codes, for the next layer that reads it: query, key and value do one after another."""
+
+
+def _cast(input: Tensor, tokens: Tensor, by_row: bool) -> ScaledMatrix:  # noqa: A002
+    """Return the codes of an input, as rows of tokens; those of the last input if it is the same and unchanged."""
+    # In a graph of torch.compile equal operations become one. Inference tensors count no changes.
+    if torch.compiler.is_compiling() or input.is_inference():
+        return to_fp8(tokens, by_row=by_row)
+    state = input._version, by_row
+    found = _casts.get(input)
+    if found is None or found[0] != state:
+        _casts.clear()
+        found = _casts[input] = state, to_fp8(tokens, by_row=by_row)
+    return found[1]
 
 
 def _linear_by_row(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
@@ -94,8 +125,9 @@ def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa
     tokens = input.to(weight.dtype) if casts else input
     if tokens.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not tokens.numel():
         return nn.functional.linear(input, weight, layer.bias)
-    result = _Product.apply(tokens.reshape(-1, tokens.shape[-1]), weight, by_row)
-    result = result.view(*tokens.shape[:-1], len(weight))
+    tokens = tokens.reshape(-1, tokens.shape[-1])
+    result = _Product.apply(tokens, *_cast(input, tokens.detach(), by_row), weight, by_row)
+    result = result.view(*input.shape[:-1], len(weight))
     if layer.bias is not None:
         result = result + layer.bias
     return result
@@ -109,13 +141,20 @@ class Fp8Products(Stage):
     """
 
     def __init__(
-        self, inner: Stage, host: Host, settings: Settings, text: str, accelerator: Accelerator | None
+        self,
+        inner: Stage,
+        host: Host,
+        settings: Settings,
+        layers: Collection[nn.Linear],
+        accelerator: Accelerator | None,
     ) -> None:
-        """`accelerator`: the device, if its products are right on the default stream alone."""
+        """`layers`: they multiply in FP8. `accelerator`: the device, if its products are right on the default stream
+        alone.
+        """
         super().__init__(inner)
         self._model = host.model
         self._settings = settings
-        self._text = text
+        self._layers = frozenset(layers)
         self._accelerator = accelerator
         self._undo = ExitStack()
 
@@ -125,7 +164,6 @@ class Fp8Products(Stage):
         if num_bytes := host.plan.of(DEVICE, BESIDE).num_bytes:  # none for blocks that stay on the device
             memory = host.device.allocate(BESIDE, num_bytes)
         self._codes = WeightCodes(memory, by_row=settings.matmul == ROWWISE)
-        self._layers = frozenset(_find_layers(host.model))
         self._weights = dict[int, list[int]]()
         """Parameters with codes, by unit number."""
 
@@ -148,12 +186,9 @@ class Fp8Products(Stage):
                     "is split into row blocks, and scales need the whole weight: raise --offload.device_memory, or set "
                     "--train.matmul precision."
                 )
-        text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul})"
-        if not multiplies_fp8(host.device.torch_device.type):
-            text += ", emulated in fp32 on this device (slow)"
         if accelerator is not None and not (settings.matmul == ROWWISE and accelerator.loses_fp8_stream):
             accelerator = None
-        return cls(inner, host, settings, text, accelerator)
+        return cls(inner, host, settings, layers, accelerator)
 
     @classmethod
     def beside(cls, model: nn.Module, settings: Settings) -> Callable[[UnitCandidate], int]:
@@ -204,7 +239,10 @@ class Fp8Products(Stage):
 
     @property
     def description(self) -> str:
-        return ".\n".join(filter(None, (self.inner.description, self._text)))
+        text = f"{len(self._layers)} linear layers of blocks multiply in FP8 ({self._settings.matmul})"
+        if not multiplies_fp8(self._device.torch_device.type):
+            text += ", emulated in fp32 on this device (slow)"
+        return ".\n".join(filter(None, (self.inner.description, text)))
 
 
 def _try_recipe(accelerator: Accelerator, matmul: str) -> None:
@@ -217,7 +255,8 @@ def _try_recipe(accelerator: Accelerator, matmul: str) -> None:
     problem = "the sum of 1,024 ones is wrong"
     try:
         with torch.enable_grad(), torch.inference_mode(False):
-            result = _Product.apply(tokens, weight, matmul == ROWWISE)
+            by_row = matmul == ROWWISE
+            result = _Product.apply(tokens, *to_fp8(tokens.detach(), by_row=by_row), weight, by_row)
             gradients = torch.autograd.grad(result, (tokens, weight), torch.ones_like(result))
         # All terms are ones, which FP8 represents up to the rounding of a scale.
         pairs = zip((result, *gradients), (1024, 1024, _TRIED_TOKENS), strict=True)

@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 _library = torch.library.Library("offload", "FRAGMENT")
 _library.define(
     "fp8_product(Tensor values, Tensor scale, Tensor weight, bool by_row, bool is_transposed) -> Tensor",
-    tags=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.flexible_layout,  # with a fixed layout inductor writes codes by row once for each product
 )
 PRODUCT = torch.ops.offload.fp8_product
 """(values, scale, weight, by_row, is_transposed) -> result, bf16 [M, N].
@@ -157,7 +157,7 @@ def _product(values: Tensor, scale: Tensor, weight: Tensor, by_row: bool, is_tra
         if is_transposed:
             found = transposed(found)
     # As in the recipes: `tensorwise` gradients alone are summed with all bits.
-    return multiply(ScaledMatrix(values, scale), found, is_fast=by_row or not is_transposed)
+    return multiply(ScaledMatrix(values.contiguous(), scale), found, is_fast=by_row or not is_transposed)
 
 
 def _shape(values: Tensor, scale: Tensor, weight: Tensor, by_row: bool, is_transposed: bool) -> Tensor:  # noqa: ARG001
