@@ -122,7 +122,7 @@ ROWS = (
     Published("RoundPipe [d]", "Llama 3.1 8B", "rtx-4090", 256, STEP, (16, 8), ("3,142", "–"), _STALE),
     Published("RoundPipe [d]", "Qwen3 32B", "rtx-4090", 768, 262144, (16, 4), ("740", "–"), _STALE),
     Published(
-        "RoundPipe [d]", "Qwen3 235B-A22B", "rtx-4090", 512, 131072, (1, 4), ("480", "–"), "adapter, stale by a step",
+        "RoundPipe [d]", "Qwen3 235B-A22B", "rtx-4090", 512, 131072, (2, 4), ("480", "–"), "adapter, stale by a step",
         settings=LORA | {"offload.experts": "streamed"},
     ),
     Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, (1, 2), ("914", "–"), _MASTERS),

@@ -59,12 +59,6 @@ void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, i
   }
 }
 
-// Powers of two, halved: the factor keeps the greatest one finite. Doubled numbers of fp4 make up for it.
-inline float half_power(uint8_t exponent) {
-  const auto bits = static_cast<uint32_t>(exponent);
-  return float_of(exponent > 1 ? (bits - 1) << 23 : 0x200000u << bits);
-}
-
 // Decodes blocks [begin, end) of 32 rows into the rows of the matrix. The record has them column by column, so kColumns
 // are decoded together: byte b of each has the codes of rows 2 b, in its lower half, and 2 b + 1.
 template <class Lane, int64_t kColumns, class T>

@@ -20,6 +20,7 @@ inline void store_each(float* to, const float* x) {
   for (int j = 0; j < kEach; ++j) lines[j / 4].words[j % 4] = bits_of(x[j]);
   for (int i = 0; i < 2; ++i) reinterpret_cast<Line*>(to)[i] = lines[i];
 }
+inline void store_one(float* to, float x) { *to = x; }
 inline void store_one(uint16_t* to, float x) { Wide::store_bf16(to, x); }
 inline void store_one(Half* to, float x) { Wide::store_fp16(to, x); }
 template <class T>
@@ -72,6 +73,27 @@ __global__ void decode_nf4_on_device(const uint8_t* records, const float* tables
     x[j] = Wide::mul(tables[2 * code + 1], size);  // all levels lie in the first 128 bytes: of code bytes below 16
   }
   store_each(out + number * kEach, x);
+}
+
+// A matrix of mxfp4, stored column by column (codes_kernel.inl). A thread decodes the 32 rows of a column that share an
+// exponent, so neighbours write neighbours of a row. The codes begin at a multiple of 4 bytes.
+template <class T>
+__global__ void decode_mxfp4_on_device(const uint8_t* exponents, const uint8_t* codes, T* out, uint32_t columns,
+                                       uint32_t blocks) {
+  const uint64_t number = thread_number(), column = number % columns, block = number / columns;
+  if (block >= blocks) return;
+  const uint64_t place = column * blocks + block;
+  const float size = half_power(exponents[place]);
+  T* to = out + block * kMxfp4Block * columns + column;
+  uint32_t words[kMxfp4Block / 8];  // before the stores, which might change them for all the compiler knows
+  for (int j = 0; j < kMxfp4Block / 8; ++j) words[j] = word(codes + place * kMxfp4Block / 2 + 4 * j);
+#pragma unroll
+  for (int64_t row = 0; row < kMxfp4Block; ++row) {
+    const uint32_t code = words[row / 8] >> 4 * (row % 8) & 15, number = code & 7;
+    const uint32_t doubled = number < 2 ? number : (2 | (number & 1)) << (number / 2 - 1);
+    const float level = float_of(bits_of(static_cast<float>(doubled)) | code >> 3 << 31);
+    store_one(to + row * columns, Wide::mul(level, size));
+  }
 }
 
 }  // namespace offload

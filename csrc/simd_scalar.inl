@@ -13,6 +13,13 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
+// Exponents of mxfp4 as powers of two, halved: the factor keeps the greatest one finite. Doubled numbers of fp4 make up
+// for it.
+inline float half_power(uint8_t exponent) {
+  const auto bits = static_cast<uint32_t>(exponent);
+  return float_of(exponent > 1 ? (bits - 1) << 23 : 0x200000u << bits);
+}
+
 struct Narrow {
   using Vec = float;
   using Int = int32_t;

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.extras.quant import device_kernels
 from offload.extras.quant.codecs import INT4, INT8, NF4
-from offload.extras.quant.file_codecs import BitsandbytesNf4Codec
+from offload.extras.quant.file_codecs import BitsandbytesNf4Codec, Mxfp4Codec
 from offload.layout import codecs
 from offload.layout.codecs import QuantizedCodec
 from offload.native import kernels
@@ -84,6 +84,27 @@ def test_bits_are_the_hosts_and_those_of_torchs_operations(
                 codec.decode(records.to("sim"), apart, codec.workspace(len(apart)).to("sim"))
                 assert same_bits(apart.cpu(), wanted), (num_records, use)
                 assert same_bits(decoded_in_slot(codec, records, dtype), wanted), (num_records, use)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(64, 33), (96, 4), (32, 1)])
+def test_mxfp4_matrices_take_a_copy_and_a_launch(
+    sim: Control, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: read the two halves in a byte in the other order. Codes at odd places leave torch's operations."""
+    codec = Mxfp4Codec(*shape)
+    random = torch.Generator().manual_seed(0)
+    records = torch.randint(0, 256, (3 * codec.record_bytes,), dtype=torch.uint8, generator=random)
+    wanted = on_host(codec, records, dtype)
+    decoded_in_slot(codec, records, dtype)  # the first use compiles and compares
+    given = in_slot(codec, records, dtype)
+    sim.reset_counters()
+    codec.decode(*given)
+    is_aligned = shape[0] * shape[1] // 32 % 4 == 0
+    assert (sim.counters()["launches"] == 3 * 2) == is_aligned
+    assert same_bits(given[1].cpu(), wanted)
+    monkeypatch.setattr(device_kernels, "decode_mxfp4", lambda *given: False)
+    assert same_bits(decoded_in_slot(codec, records, dtype), wanted)
 
 
 def launches(sim: Control, codec: QuantizedCodec, numel: int, dtype: torch.dtype) -> int:

@@ -84,7 +84,7 @@ def test_result_and_every_gradient_equal_all_scores_in_float64(mask: str) -> Non
     torch.testing.assert_close(mine, [each.float() for each in exact], rtol=1e-5, atol=2e-6)
 
 
-def test_one_query_of_a_cache_and_sixteen_bits() -> None:
+def test_one_query_over_a_cache_and_sixteen_bits() -> None:
     torch.manual_seed(0)
     one = inputs_of(1)
     mine = with_gradients(lambda *each: SINK_ATTENTION(*each, None, None)[0], one)
@@ -103,7 +103,7 @@ def test_one_query_of_a_cache_and_sixteen_bits() -> None:
 def test_a_fused_kernel_takes_the_sums_with_the_sink(
     mask: str, is_traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's FlashAttention for CPUs in place of the one for GPUs: its backward reads the result and the sums too.
+    """torch's FlashAttention for CPUs plays the one for GPUs: its backward reads the result and the sums too.
 
     Break: give the kernel's own sums, or its own result, to the backward.
     """
@@ -174,7 +174,7 @@ def test_the_kernel_equals_all_scores_on_a_gpu(mask: str) -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the elements of the largest result."""
+    """Notes the largest number: elements in one result."""
 
     numel = 0
 
@@ -185,7 +185,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_memory_grows_as_the_row_and_work_as_the_window() -> None:
-    """Break: make the scores of all queries at once; count a window as the whole row."""
+    """Break: make all scores at once; count a window as the whole row."""
     largest, shares = [], []
     for length in (64, 128):
         query, key, sinks = torch.ones(1, 4, length, 2), torch.ones(1, 2, length, 2), torch.ones(4)
@@ -196,7 +196,7 @@ def test_memory_grows_as_the_row_and_work_as_the_window() -> None:
             sink_operation._forward(query, key, key, sinks, find_starts(torch.zeros(1, length), None), None)
         largest.append(mode.numel)
         shares.append(computed_share(query, key, starts) * length**2)
-    assert largest == [4 * 5 * 60, 4 * 5 * 125], "the scores of the last five queries in a chunk"
+    assert largest == [4 * 5 * 60, 4 * 5 * 125], "scores, in the last chunk with five queries"
     assert shares == [8 * 64 - 28, 8 * 128 - 28]
 
 

@@ -91,6 +91,22 @@ def test_decoding_stores_whole_lines_and_rounds_each_product(codec: str, archite
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_mxfp4_decoding_reads_words_and_rounds_each_product(architecture: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        ptx, _ = assembled(device_kernels.program("mxfp4", dtype), architecture)
+        found = {name: len(re.findall(pattern, ptx)) for name, pattern in _IN_PTX.items()}
+        assert found == {"fused": 0, "products": 32, "words read": 4, "stores": 32}
+
+
+_IN_PTX = {
+    "fused": r"\bfma\.",
+    "products": r"\bmul\.rn\.f32",
+    "words read": r"\bld\.global\.(?:nc\.)?[bu]32",
+    "stores": r"\bst\.global\.",
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_move_whole_lines_and_round_each_quotient(format_: torch.dtype, by_row: bool, architecture: str) -> None:

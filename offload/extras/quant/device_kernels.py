@@ -1,5 +1,5 @@
-"""Decoding on a GPU in few kernel launches, compiled at run time (`csrc/device_codes.inl`): int8, int4 and nf4 to
-float32, bfloat16 or float16. Other codecs, and devices without run-time compilation, decode by torch operations.
+"""Decoding on a GPU in few kernel launches, compiled at run time (`csrc/device_codes.inl`): int8, int4, nf4 and mxfp4
+to float32, bfloat16 or float16. Other codecs, and devices without run-time compilation, decode by torch operations.
 Before first use a kernel must reproduce the host's bits on records with all codes.
 """
 
@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offload.extras.quant import kernels
 from offload.layout.codecs import QuantizedCodec
 from offload.native.run_time_kernels import ELEMENTS, Launch, Program, RunTimeKernels
 
@@ -18,6 +19,7 @@ _NAMES = {
     "int8": "decode_whole_on_device<8, {}>",
     "int4": "decode_whole_on_device<4, {}>",
     "nf4": "decode_nf4_on_device<{}>",
+    "mxfp4": "decode_mxfp4_on_device<{}>",
 }
 _EACH = 8  # weights per thread
 KERNELS = RunTimeKernels(
@@ -46,6 +48,37 @@ def decode(codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tenso
     for stretch, weights in _stretches(codec, records, out, workspace[num_table_bytes:]):
         _launch(launch, codec, stretch, weights, workspace[:num_table_bytes])
     return True
+
+
+def decode_mxfp4(exponents: Tensor, codes: Tensor, out: Tensor) -> bool:
+    """Run `kernels.decode_mxfp4` in one launch, with the same arguments. Returns False if no kernel exists."""
+    if out.is_cpu or not KERNELS.can_run(out.device) or out.dtype not in ELEMENTS or codes.data_ptr() % 4:
+        return False
+    find_difference = partial(_find_difference_in_matrix, out.device, out.dtype)
+    launch = KERNELS.find(out.device, program("mxfp4", out.dtype), find_difference)
+    if launch is None:
+        return False
+    _launch_over_matrix(launch, exponents, codes, out)
+    return True
+
+
+def _launch_over_matrix(launch: Launch, exponents: Tensor, codes: Tensor, out: Tensor) -> None:
+    rows, columns = out.shape
+    launch(exponents.numel(), [exponents, codes, out, columns, rows // 32])
+
+
+def _find_difference_in_matrix(device: torch.device, dtype: torch.dtype, launch: Launch) -> str:
+    """Decode a matrix with each exponent and arbitrary codes on the device and on the host, and compare. Waits for the
+    device.
+    """
+    exponents = torch.arange(256, dtype=torch.uint8, device="cpu").view(64, 4)  # columns, and blocks in a column
+    codes = torch.arange(64 * 64, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_right_shift_(16)
+    codes = codes.to(torch.uint8).view(64, 64)
+    wanted = torch.empty(128, 64, dtype=dtype, device="cpu")
+    kernels.decode_mxfp4(exponents, codes, wanted)
+    found = torch.empty_like(wanted, device=device)
+    _launch_over_matrix(launch, exponents.to(device), codes.to(device), found)
+    return "" if torch.equal(found.cpu(), wanted) else "mxfp4 gives other weights than on the host"
 
 
 def _stretches(codec: QuantizedCodec, records: Tensor, out: Tensor, spare: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

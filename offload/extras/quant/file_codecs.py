@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.extras.quant import kernels
+from offload.extras.quant import device_kernels, kernels
 from offload.extras.quant.codecs import Nf4Codec, nf4_levels
 from offload.layout import codecs
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
@@ -242,7 +242,7 @@ class Mxfp4Codec(FileCodec):
     columns: int
     rounds: tuple[torch.dtype, ...] = ()
 
-    name, between_bytes = "mxfp4", 20
+    name, between_bytes = "mxfp4", 1  # the record is copied
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
@@ -273,9 +273,13 @@ class Mxfp4Codec(FileCodec):
         for stored_record, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
             record.copy_(stored_record)  # a copy: the weights may overwrite the record, and in another order
             exponents, codes = (part.view(self.columns, -1) for part in record[: sum(self.fields)].split(self.fields))
-            if torch.float16 not in self.rounds and kernels.can_decode(out):  # bf16 has all numbers: nothing rounds
-                kernels.decode_mxfp4(exponents, codes, weights.view(self.rows, self.columns))
-                continue
+            if torch.float16 not in self.rounds:  # bf16 has all numbers: nothing rounds
+                matrix = weights.view(self.rows, self.columns)
+                if device_kernels.decode_mxfp4(exponents, codes, matrix):
+                    continue
+                if kernels.can_decode(out):
+                    kernels.decode_mxfp4(exponents, codes, matrix)
+                    continue
             for begin in range(0, self.columns, self._at_once):
                 columns = slice(begin, min(begin + self._at_once, self.columns))
                 num_columns = columns.stop - columns.start
