@@ -82,7 +82,7 @@ HOW: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "weights in int8": (2, {"make": wide_llama, "precision": "bf16", "rows": (2, 2), "link_weights": "int8"}),
 }
-QUICK = ("dropout", "slow links, any order")
+QUICK = ("dropout",)
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in HOW if name not in QUICK]

@@ -51,6 +51,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_concerns_all() -> None:
     run(2, jobs.overflow)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_cut_model_train_together() -> None:
     norms = run(4, jobs.train_replicas)
     assert all(each == norms[0] for each in norms)

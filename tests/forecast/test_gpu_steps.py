@@ -125,7 +125,7 @@ def alone_seconds(step: PlannedStep) -> float:
         return engine.lanes.now_s - begin
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", quick(STEPS, ["8b"]))
 def test_a_step_takes_as_long_as_on_the_gpu(name: str, tmp_path: Path) -> None:
     step, wanted = planned_step(name, tmp_path), measured()[name]
     found = by_kind(step)

@@ -156,9 +156,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("way", "bf16", "adapted"), quick(CASES, [("trainer", False, False), ("accelerate", True, False)])
-)
+@pytest.mark.parametrize(("way", "bf16", "adapted"), quick(CASES, [("accelerate", True, False)]))
 def test_every_key_that_a_script_saves_is_as_without_an_engine(
     way: str, bf16: bool, adapted: bool, tmp_path: Path
 ) -> None:

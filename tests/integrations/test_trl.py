@@ -154,7 +154,7 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
     ("name", "accumulation"),
     [
         *(pytest.param(n, 1, marks=[] if n in ("sft nll", "dpo") else pytest.mark.slow) for n in CASES),
-        *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in ACCUMULATED),
+        *(pytest.param(n, 4, marks=pytest.mark.slow) for n in ACCUMULATED),
     ],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulation: int) -> None:

@@ -27,6 +27,7 @@ from offload.native import kernels
 from tests.disks import nameless
 from tests.engine.device import cpu_only
 from tests.machine.test_quota import second_version
+from tests.matrix import quick
 
 SMALL = Sizes(link_bytes=1 << 20, core_bytes=1 << 20, device_bytes=1 << 20, disk_bytes=1 << 20, disk_s=0.01)
 RATES = {
@@ -63,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", quick([True, False], [True]))
 def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     if native and not kernels.is_native():
         pytest.skip("the kernels were not built")
