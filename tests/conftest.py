@@ -81,7 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
         mutations.apply(config.option.mutation)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
-        config.option.tx = [f"popen//python={sys.executable} -m tests.forks"] * len(config.option.tx)
+        if config.option.device == "cpu":
+            config.option.tx = [f"popen//python={sys.executable} -m tests.forks"] * len(config.option.tx)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -120,13 +121,16 @@ def _compare_bits_on_cuda() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a real GPU, skip tests for the simulated accelerator, and rank tests with fewer than two GPUs.
 
-    With a time limit for slow tests, shuffle the files, so that no test is always beyond the limit.
+    Files of whole runs come first, so that no worker ends alone with one. With a time limit for slow tests, shuffle the
+    files, so that no test is always beyond the limit.
     """
     if config.option.order_seed is not None:
         shuffle(items, random.Random(config.option.order_seed), in_files=True)
     elif config.option.slow_within is not None:
         # equal order for all workers
         shuffle(items, random.Random(getattr(config, "workerinput", {}).get("testrunuid")))
+    else:
+        items.sort(key=lambda item: item.path.parent.name != "training")
     turn = config.option.slow_turn
     if turn is not None:
         kept, others = list[pytest.Item](), list[pytest.Item]()
