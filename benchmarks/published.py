@@ -94,7 +94,7 @@ class Published:
         """How the plan trains, beside full training."""
         if "lora.rank" not in self.settings:
             return ""
-        return ", adapter" + ", base on the host" * ("offload.parameters" in self.settings)
+        return ", adapter" + ", base on the host" * (self.settings.get("offload.parameters") == "cpu")
 
     @property
     def title(self) -> str:
@@ -146,11 +146,11 @@ ROWS = (
     ),
     Published(
         "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 128, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
-        settings=LORA | {"offload.experts": "streamed"},
+        settings=LORA,
     ),
     Published(
         "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 64, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
-        settings=LORA | {"offload.experts": "streamed"} | _DISK,
+        settings=LORA | _DISK | {"offload.parameters": "nvme"},
     ),
 )  # fmt: skip
 COLUMNS: Mapping[str, Mapping[str, Any]] = {"bf16": {}, "FP8": {"train.matmul": "fp8_rowwise"}}
