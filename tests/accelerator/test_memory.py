@@ -108,7 +108,7 @@ def test_sizes_are_multiples_of_512(sim):
 
 
 def test_peaks(sim):
-    gc.collect()  # free leftovers of earlier tests
+    gc.collect()  # free leftovers from earlier tests
     base = torch.sim.memory_allocated()
     torch.sim.reset_peak_memory_stats()
     data = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
