@@ -9,6 +9,9 @@
 #ifdef __linux__
 #include <sched.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace offload {
 
@@ -22,15 +25,30 @@ const char* isa_name(Isa isa) {
   return "unknown";
 }
 
+#if defined(__x86_64__)
+namespace {
+
+// Asks the processor itself: __builtin_cpu_supports is false for everything in a library linked by zig.
+bool has_vectors(unsigned leaf_7_bits, unsigned saved_registers) {
+  unsigned a, b, c, d;
+  constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27, kF16c = 1u << 29;
+  constexpr unsigned kNeeded = kFma | kOsxsave | kF16c;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kNeeded) != kNeeded) return false;
+  unsigned saved, high;  // the registers that the operating system saves
+  __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if ((saved & saved_registers) != saved_registers) return false;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & leaf_7_bits) == leaf_7_bits;
+}
+
+}  // namespace
+#endif
+
 bool isa_supported(Isa isa) {
 #if defined(__x86_64__)
-  switch (isa) {  // __builtin_cpu_supports also asks the operating system whether it saves the wide registers
-    case Isa::avx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-             isa_supported(Isa::avx2);
-    case Isa::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  switch (isa) {
+    case Isa::avx512: return has_vectors(kAvx2 | kAvx512, 0xe6);
+    case Isa::avx2: return has_vectors(kAvx2, 0x6);
     case Isa::neon: return false;
     case Isa::scalar: return true;
   }

@@ -31,9 +31,13 @@ from tests import debian  # noqa: E402
 CONSTRAINTS = ROOT / "constraints.txt"
 KERNELS = """
 import hashlib
+import platform
 import numpy
 from offload.native import kernels
 assert kernels.is_native(), kernels.describe()["missing_because"]
+if platform.machine() == "x86_64":  # what the system says
+    flags = open("/proc/cpuinfo").read().split()
+    assert ("avx2" in flags) == ("avx2" in kernels.available_isas()), kernels.available_isas()
 seen = hashlib.sha256()
 for isa in kernels.available_isas():
     numbers = numpy.random.Generator(numpy.random.PCG64(0))
