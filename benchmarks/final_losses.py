@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import subprocess
 import sys
@@ -23,12 +24,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.picture import draw
 from offload.app.config.command_line import say
 from offload.extras.tools.benches.report import Result
 from tests.run_folder import lines_of
 
 SUMMARY = "the last evaluation loss of the built-in run, by number format"
 QUICK = {"steps": 2, "seeds": [0]}
+WINDOW = 20
+"""Steps in a point of the picture."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,19 @@ FP8_TRAIN = (
     f"products.LEAST_SIZE = {FP8_LEAST_SIZE}; sys.exit(main(sys.argv[1:]))"
 )
 """MLPs of 352 instead of 344, a multiple of 16, and a smaller least size put all linear layers of blocks into FP8."""
+WIDE_SHAPE = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2}
+WIDE_TRAIN = (
+    "import sys, torch; from offload.app.config.presets import PRESETS; from offload.train import main; "
+    f"PRESETS['tiny'].update({WIDE_SHAPE}); from benchmarks.final_losses import products_in_fp32; "
+    "kept = products_in_fp32(); sys.exit(main(sys.argv[1:]))"
+)
+"""Two layers whose products have the least size of FP8, over the vocabulary and the heads of `tiny`."""
+WIDE_WORDS = [
+    *("--train.batch_size", "2", "--data.sequence_length", "32", "--optimizer.lr", "1e-3"),
+    *("--train.recompute", "never", "--train.eval_every", "0", "--train.eval_batches", "64"),
+]
 MATMULS = {"bf16": "precision", "fp8_rowwise": "fp8_rowwise", "fp8_tensorwise": "fp8_tensorwise"}
+IN_BF16 = {arm: ["--train.precision", "bf16", "--train.matmul", matmul] for arm, matmul in MATMULS.items()}
 EXPERIMENTS = {
     "states": Experiment(
         {
@@ -63,13 +79,27 @@ EXPERIMENTS = {
             "fp32, eps larger by a millionth": ["--optimizer.eps", "1.000001e-8"],
         }
     ),
-    "fp8": Experiment(
-        {arm: ["--train.precision", "bf16", "--train.matmul", matmul] for arm, matmul in MATMULS.items()},
-        ("-c", FP8_TRAIN),
-    ),
+    "fp8": Experiment(IN_BF16, ("-c", FP8_TRAIN)),
+    "fp8_wide": Experiment({arm: [*words, *WIDE_WORDS] for arm, words in IN_BF16.items()}, ("-c", WIDE_TRAIN)),
     "link_weights": link("link_weights", ("exact", "int8")),
     "link_gradients": link("link_gradients", ("exact", "int8", "int4"), "--gpus", "2", "--offload.replicas", "2"),
 }
+
+
+def products_in_fp32() -> Any:
+    """Multiply bf16 matrices on the CPU in fp32, rounded once, while the returned library is referenced.
+
+    Without bf16 in hardware torch's own product takes up to seventy times as long.
+    """
+    import torch
+
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), device="cpu")
+        return torch.addmm(zero, left.float(), right.float(), beta=0).to(left.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", multiply, "CPU")
+    return library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default %(default)s)")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the losses of training here")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs; finished ones are not repeated")
 
 
@@ -86,8 +117,13 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     arms = list(EXPERIMENTS[arguments.experiment].arms)
     runs = list(itertools.product(arguments.seeds, arms))
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        lines = pool.map(lambda each: last_line(arguments, *each), runs)
-        found = dict(zip(runs, lines, strict=True))
+        lines = dict(zip(runs, pool.map(lambda each: trained(arguments, *each), runs), strict=True))
+    found = {each: last_evaluation(of_run) for each, of_run in lines.items()}
+    if arguments.picture is not None:
+        curves = {arm: curve([lines[seed, arm] for seed in arguments.seeds]) for arm in arms}
+        lowest = math.floor(min(loss for points in curves.values() for _, loss in points))
+        title = f"Training loss, mean of {len(arguments.seeds)} seeds and {WINDOW} steps"
+        draw(arguments.picture, title, curves, "step", "nats", lowest)
     results = []
     for (seed, arm), line in found.items():
         details = {"seed": seed, "steps": arguments.steps, "h2d_bytes": line["h2d_bytes"]}
@@ -101,8 +137,23 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     return results
 
 
-def last_line(arguments: argparse.Namespace, seed: int, arm: str) -> dict[str, Any]:
-    """Return the last metrics line with an evaluation loss. A finished run in the folder of runs is read again."""
+def curve(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """Return points (step, loss): the mean over runs and `WINDOW` steps, from metrics lines with equal steps."""
+    by_step = list(zip(*runs, strict=True))
+    windows = [by_step[begin : begin + WINDOW] for begin in range(0, len(by_step), WINDOW)]
+    return [
+        (lines[-1][0]["step"], statistics.mean(line["loss"] for of_step in lines for line in of_step))
+        for lines in windows
+    ]
+
+
+def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last metrics line with an evaluation loss."""
+    return [line for line in lines if line.get("eval_loss") is not None][-1]
+
+
+def trained(arguments: argparse.Namespace, seed: int, arm: str) -> list[dict[str, Any]]:
+    """Return the metrics lines of a run. A finished run in the folder of runs is read again."""
     experiment = EXPERIMENTS[arguments.experiment]
     with ExitStack() as stack:
         if arguments.runs is None:
@@ -115,9 +166,9 @@ def last_line(arguments: argparse.Namespace, seed: int, arm: str) -> dict[str, A
             command += ["--run.seed", str(seed), "--train.steps", str(arguments.steps), "--run.dir", str(place)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             done.touch()
-        last = [line for line in lines_of(place) if line.get("eval_loss") is not None][-1]
-    say(f"{arm}, seed {seed}: {last['eval_loss']:.5f}")
-    return last
+        lines = lines_of(place)
+    say(f"{arm}, seed {seed}: {last_evaluation(lines)['eval_loss']:.5f}")
+    return lines
 
 
 if __name__ == "__main__":
