@@ -8,8 +8,8 @@ and begun again. `--again WORD` plans the rows with this word in their title onc
 
 One row by command, here the last column of Qwen2.5 14B on an H100:
 
-offload plan --model.path Qwen/Qwen2.5-14B --hardware h100 --host-memory 508GiB --data.sequence_length 4096 \\
-    --train.tokens_per_step 524288 --train.passes 16 --train.micro_batch_size 8 --train.matmul fp8_rowwise
+offload plan --model.path Qwen/Qwen2.5-14B --hardware h100 --host-memory 508GiB --data.sequence_length 1024 \\
+    --train.tokens_per_step 524288 --train.passes 16 --train.micro_batch_size 32 --train.matmul fp8_tensorwise
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,16 @@ class Published:
 
 STEP = 524288
 ROWS = (
-    Published("llmq [b]", "Qwen2.5 7B", "h100", 512, STEP, (16, 8), ("13,863", "19,194"), _BF16),
-    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, STEP, (16, 8), ("6,321", "9,364"), _BF16),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (16, 8), ("2,777", "4,328"), _BF16),
-    Published("llmq [b]", "Qwen2.5 14B", "rtx-4090", 256, STEP, (16, 8), ("1,348", "2,000"), _BF16),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-5060ti-16gb", 192, STEP, (32, 4), ("889", "1,456"), _BF16),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-5090", 256, STEP, (16, 8), ("3,100", "4,400"), _BF16),
-    Published("llmq [b]", "Qwen2.5 14B", "rtx-pro-6000", 256, STEP, (16, 8), ("4,035", "6,025"), _BF16),
-    Published("llmq [b]", "Qwen2.5 14B", "l40s", 512, STEP, (16, 8), ("1,500", "1,700"), _BF16),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (4, 8), ("10,897", "16,487"), _BF16, 4),
-    Published("llmq [b]", "Qwen2.5 32B", "rtx-4090", 768, STEP, (8, 4), ("2,208", "3,395"), _BF16, 4),
+    Published("llmq [b]", "Qwen2.5 7B", "h100", 512, STEP, (32, 16), ("13,863", "19,194"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, STEP, (16, 32), ("6,321", "9,364"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (16, 32), ("2,777", "4,328"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-4090", 256, STEP, (16, 32), ("1,348", "2,000"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5060ti-16gb", 192, STEP, (32, 16), ("889", "1,456"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5090", 256, STEP, (16, 32), ("3,100", "4,400"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-pro-6000", 256, STEP, (16, 32), ("4,035", "6,025"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "l40s", 512, STEP, (16, 32), ("1,500", "1,700"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (4, 32), ("10,897", "16,487"), _BF16, 4, 1024),
+    Published("llmq [b]", "Qwen2.5 32B", "rtx-4090", 768, STEP, (8, 16), ("2,208", "3,395"), _BF16, 4, 1024),
     Published("RoundPipe [d]", "Llama 3.1 8B", "rtx-4090", 256, STEP, (16, 8), ("3,142", "–"), _STALE),
     Published("RoundPipe [d]", "Qwen3 32B", "rtx-4090", 768, 262144, (16, 4), ("740", "–"), _STALE),
     Published(
@@ -153,17 +153,17 @@ ROWS = (
         settings=LORA | _DISK | {"offload.parameters": "nvme"},
     ),
 )  # fmt: skip
-COLUMNS: Mapping[str, Mapping[str, Any]] = {"bf16": {}, "FP8": {"train.matmul": "fp8_rowwise"}}
+COLUMNS: Mapping[str, Mapping[str, Any]] = {"bf16": {}, "FP8": {"train.matmul": "fp8_tensorwise"}}
 """Settings of our plan in each column."""
 HEAD = """# Published rows beside our plans
 
 Made by `python -m benchmarks.published > benchmarks/results/published.md`, from the plans in
 [published.json](published.json), with seconds by part. Ours are forecasts, not measurements: by the described machines
 (`offload/extras/plan/described/`), 4 GiB of the host left to the system (none at 8ebb85a3), AdamW with fp32 states over
-split fp32 masters, the norm of all gradients clipped, compiled blocks, everything else `auto`. The length of rows is
-that of our plan; theirs is known for llmq (1,024, 4 % fewer operations), SuperOffload (4,096) and Soup (128). The share
-is of the products that the GPU could make in bf16. In brackets: passes × rows at a time on a card, given to the plan.
-FP8 is `train.matmul fp8_rowwise`. Each row names the commit that planned it.
+split fp32 masters, the norm of all gradients clipped, compiled blocks, everything else `auto`. Rows are as long as in
+our plan; their length is known for llmq (1,024), SuperOffload (4,096) and Soup (128). The share is of the products that
+the GPU could make in bf16. In brackets: passes × rows at a time on a card, given to the plan. FP8 is `train.matmul
+fp8_tensorwise`: the head's products stay in bf16. Each row names the commit that planned it.
 """
 TITLES = (
     "published by",
@@ -177,6 +177,12 @@ TITLES = (
     "ours, FP8",
     "planned by",
 )
+PART_TITLES = ("step", "column", "step, s", "compute by part, s", "waits, s", "products and attention alone")
+PART_HEAD = """## Where the seconds go
+
+Compute and waits of a step in these plans. Last: tokens a second if nothing but products and attention took time, at
+the described rates, nothing recomputed. A published speed above it needs faster products than the description has.
+"""
 NOTES = """
 In tokens a second. Ours is exact in each row: fp32 masters, one norm over all gradients, nothing stale; an adapter
 trains over the frozen base as the files have it. What they do that we do not:
@@ -278,7 +284,32 @@ def page(stored: Mapping[str, Any]) -> str:
                 plans.get("commit", "–"),
             ]
         )
-    return "\n".join([HEAD, harness.table(TITLES, *rows), NOTES.removesuffix("\n")])
+    tables = harness.table(TITLES, *rows), NOTES, PART_HEAD, harness.table(PART_TITLES, *part_rows(stored))
+    return "\n".join([HEAD, *tables])
+
+
+def part_rows(stored: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the rows of the table with seconds by part, for plans that have them."""
+    for row in ROWS:
+        for column in COLUMNS:
+            plan = stored.get(row.title, {}).get(column, {})
+            if not (parts := plan.get("compute_parts")):
+                continue
+            alone_s = parts["products"] + parts["attention"]
+            yield [
+                f"{row.model}{row.adapter}, {read_machine(row.gpu).name}, {row.tokens:,} tokens",
+                column,
+                f"{plan['step_seconds']:.3g}",
+                seconds_by_name(parts),
+                seconds_by_name(plan["exposed"]) or "–",
+                f"{row.tokens / alone_s:,.0f}",
+            ]
+
+
+def seconds_by_name(parts: Mapping[str, float]) -> str:
+    """Return names with seconds, the largest first."""
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in largest_first)
 
 
 def cell(plan: Mapping[str, Any] | None) -> str:
