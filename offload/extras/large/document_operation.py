@@ -173,7 +173,7 @@ def _backward(
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
             again = by_loop(query, key, value, documents, scaling=scaling)
         gradients = torch.autograd.grad(again, leaves, gradient)
-        # With the strides of `_backward_shapes`, on which a compiled graph relies.
+        # With the strides of `backward_shapes`, on which a compiled graph relies.
         return tuple([each.transpose(1, 2).contiguous().transpose(1, 2) for each in gradients])
     return backward_by_kernel(gradient, query, key, value, result, sums, documents, scaling)
 
@@ -226,11 +226,13 @@ def _forward_shapes(query: Any, key: Any, value: Any, starts: Any, scaling: Any)
     return result, query.new_empty(sums, dtype=torch.float32)
 
 
-def _backward_shapes(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:  # noqa: ARG001
+def backward_shapes(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:  # noqa: ARG001
+    """Return the shapes and strides of the gradients of query, key and value."""
     return tuple([each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)])
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save operands, result and sums. The last operand is the scaling."""
     *tensors, ctx.scaling = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])  # the kernel's own sums
@@ -247,8 +249,8 @@ def _gradients(ctx: Any, gradient: torch.Tensor | None, _: None) -> Any:
 
 for _name, _function, _shapes in (
     ("document_attention", _forward, _forward_shapes),
-    ("document_attention_backward", _backward, _backward_shapes),
+    ("document_attention_backward", _backward, backward_shapes),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"offload::{_name}", _shapes, lib=_library)
-torch.library.register_autograd("offload::document_attention", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd("offload::document_attention", _gradients, setup_context=save_operands, lib=_library)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from offload.extras.large.document_operation import Documents, backward_by_kernel, by_kernel, has_kernel
+from offload.extras.large.document_operation import (
+    Documents,
+    backward_by_kernel,
+    backward_shapes,
+    by_kernel,
+    has_kernel,
+    save_operands,
+)
 
 _MOST_QUERIES = 256
 """Queries of a chunk: its scores [heads, queries, keys] are in memory."""
@@ -206,16 +213,8 @@ def _forward_shapes(query: Tensor, key: Any, value: Tensor, sinks: Any, mask: An
     return result, query.new_empty(heads, rows * tokens, dtype=_exact(query.dtype))
 
 
-def _backward_shapes(gradient: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> Any:  # noqa: ARG001
-    inputs = [each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)]
-    return *inputs, torch.empty_like(sinks)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scaling = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _backward_shapes(gradient: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> Any:
+    return *backward_shapes(gradient, query, key, value), torch.empty_like(sinks)
 
 
 def _gradients(ctx: Any, gradient: Tensor | None, _: None) -> Any:
@@ -231,7 +230,7 @@ for _name, _function, _shapes in (
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"offload::{_name}", _shapes, lib=_library)
-torch.library.register_autograd("offload::sink_attention", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd("offload::sink_attention", _gradients, setup_context=save_operands, lib=_library)
 
 
 # -- work ----------------------------------------------------------------------------------------------------
