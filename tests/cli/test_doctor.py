@@ -64,6 +64,7 @@ def test_a_line_for_a_report(tmp_path, capsys, monkeypatch):
     assert "; NVIDIA T4 7.5 CUDA 12.6; " in doctor.report_line(found)
 
 
+@pytest.mark.slow
 def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
     asked = []
 

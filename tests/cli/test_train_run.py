@@ -89,6 +89,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
 
 
+@pytest.mark.slow
 def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, tiny: list[str]) -> None:
     (folder / "runs/twice").mkdir(parents=True)
     result = train(*tiny, "--train.steps", "1", "--run.name", "twice", "--checkpoint.export", "false")
@@ -134,6 +135,7 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_a_reader_trains_to_the_end(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:

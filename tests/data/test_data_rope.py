@@ -66,6 +66,7 @@ def first_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("longest", "width"), [(LIMIT, LIMIT), pytest.param(LIMIT + 1, LENGTH, marks=pytest.mark.slow)]
 )

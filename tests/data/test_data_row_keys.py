@@ -378,6 +378,7 @@ def mutated(value: Any, draw: random.Random) -> Any:
     return [mutated(each, draw) for each in value if draw.random() > 0.01] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [400, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_any_row_is_a_record_or_a_bad_row(number: int, bpe: Any) -> None:
     """Rows with damage of any kind, through three chat templates: no other error, and no other type of result."""

@@ -211,6 +211,7 @@ def uneven(first: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "value", "ignored", "way"),
     [

@@ -123,6 +123,7 @@ def test_the_device_holds_as_much_for_12_layers_as_for_4() -> None:
     assert host[12] == 3 * host[4]
 
 
+@pytest.mark.slow
 def test_buffers_are_used_again() -> None:
     engine = Engine(build(llama), placement=on_host())
     engine.step(tokens())

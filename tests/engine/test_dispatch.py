@@ -88,6 +88,7 @@ QUICK = ("dropout",)
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in HOW if name not in QUICK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *SLOWER])
 def test_bits_are_those_of_gathers(name: str, tmp_path: Path) -> None:
     """Break: serve the ranks in another order; draw random numbers of the owner; send gradients before the last rank's
@@ -100,6 +101,7 @@ def test_bits_are_those_of_gathers(name: str, tmp_path: Path) -> None:
     assert_equal(dispatched, gathered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_are_those_of_one_process_with_as_many_micro_batches(size: int) -> None:
     """The owner adds the rows of the ranks as one process adds micro-batches. Losses are summed over ranks in another
@@ -149,6 +151,7 @@ def moved(runs: list[dict[str, Any]]) -> list[tuple[Counter[str], int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_of_a_block_go_up_once_a_pass_for_all_cards(size: int) -> None:
     """With gathers each card copies all blocks in the forward and again in the backward: `size` times as many bytes.

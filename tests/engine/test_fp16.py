@@ -211,6 +211,7 @@ def _on_rank(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
             return found, weights(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_ranks_agree_on_the_scale_and_on_skipped_steps(stage: int) -> None:
     (one, masters), (other, others) = run(2, _on_rank, stage=stage)

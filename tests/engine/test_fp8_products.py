@@ -332,6 +332,7 @@ def test_a_recipe_is_tried_before_the_weights_are_read(
         Engine(model(), **settings)
 
 
+@pytest.mark.slow
 @cpu_only("the card is played by the CPU")
 def test_products_that_lose_the_stream_are_refused_inside_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = card(loses_fp8_stream=True)

@@ -157,6 +157,7 @@ def exchanged_bytes(stage: int, tier: dict[str, Any], replicas: int, states: str
     return exchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "tier", "replicas", "states"),
     [

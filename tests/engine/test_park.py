@@ -326,6 +326,7 @@ def on_ranks(parks: bool, stage: int, place: str, folder: Path) -> dict[str, tor
         return weights(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "place"), quick([(3, "device"), (1, "cpu"), (3, "cpu"), (2, "nvme")], [(3, "device")])
 )
@@ -373,6 +374,7 @@ def refused_on_ranks(refuses: bool) -> dict[str, torch.Tensor]:
         return weights(engine)
 
 
+@pytest.mark.slow
 def test_ranks_refuse_a_park_together() -> None:
     """Break: change the engine before all ranks have their copies, or give each rank all free memory."""
     refused, plain = (ranks.run(2, refused_on_ranks, refuses=refuses) for refuses in (True, False))

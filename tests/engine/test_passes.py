@@ -55,6 +55,7 @@ def test_two_passes_are_gradient_accumulation(model: str) -> None:
             assert_weights(engine, reference, within, f"after step {seed}")
 
 
+@pytest.mark.slow
 def test_passes_are_cut_into_micro_batches_and_head_chunks() -> None:
     """Seven rows in three passes (2, 2 and 3 rows), and fewer rows than passes."""
     found = []
@@ -276,6 +277,7 @@ def test_rows_without_a_target_of_a_mask_count_for_nothing() -> None:
     assert_steps(loss_fn, batch)
 
 
+@pytest.mark.slow
 def test_targets_that_begin_to_differ_are_judged() -> None:
     """A mean over the padding mask leaves out more labels in the second batch. Break: judge the first batch alone."""
 
@@ -289,6 +291,7 @@ def test_targets_that_begin_to_differ_are_judged() -> None:
     assert_steps(loss_fn, *batches, warns="give different results")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_given", [False, True])
 def test_weights_of_tokens_that_begin_later_are_found(is_given: bool) -> None:
     """Weights beside the labels are equal in the first batch. Break: record no constant values of text for the loss;

@@ -178,6 +178,7 @@ def refused_on_unequal_machines() -> str:
     return refusal(zero_stage=0, placement={"host_memory": 24 * numel})
 
 
+@pytest.mark.slow
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_the_machine_with_most_ranks_decides_the_budgets_of_all() -> None:
     """Break: divide budgets by the ranks of the own machine, so that one rank waits for refused ones."""

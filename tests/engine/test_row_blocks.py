@@ -237,6 +237,7 @@ class ByProduct(nn.Module):
         return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gradients with several contributions")
 @pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["fp32"]))
 def test_only_gradients_of_shared_blocks_are_summed_on_the_host(

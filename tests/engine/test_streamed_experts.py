@@ -274,6 +274,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(UNEVEN, ["graphs where there is room"]))
 def test_ranks_may_have_other_numbers_of_micro_batches(case: str) -> None:
     """Break: exchange once per local micro-batch; fetch experts again when a graph is dropped; repeat exchanges in a

@@ -15,6 +15,7 @@ from tests.test_docs import ROOT, blocks
 pytestmark = cpu_only("DTensor collectives over gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "num_ranks", "how"),
     [
@@ -32,6 +33,7 @@ def test_training_has_the_bits_of_the_model_in_memory(way: str, num_ranks: int, 
     assert all(each == norms[0] for each in norms)
 
 
+@pytest.mark.slow
 def test_rows_cut_between_units_are_whole_batches() -> None:
     assert len(set(run(2, jobs.train_with_rows_cut))) == 1
 
@@ -47,6 +49,7 @@ def test_a_checkpoint_has_a_folder_for_each_part(tmp_path: Path) -> None:
     run(2, jobs.save, folder=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_rank_concerns_all() -> None:
     run(2, jobs.overflow)
 
@@ -57,6 +60,7 @@ def test_replicas_of_a_cut_model_train_together() -> None:
     assert all(each == norms[0] for each in norms)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_goes_on_from_states_of_torch_and_back() -> None:
     run(2, jobs.wrap_loop)
 
@@ -90,6 +94,7 @@ def test_inexact_models_and_settings_are_refused_by_name() -> None:
             assert text in each[name], each[name]
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_page_run() -> None:
     (code,) = blocks(ROOT / "docs" / "how-to" / "several-gpus.md", "py")
     losses = run(2, jobs.run_page, code=code)

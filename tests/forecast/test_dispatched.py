@@ -75,6 +75,7 @@ def test_messages_take_their_bytes_through_host_memory_and_over_the_links() -> N
 GPU = read_machine("rtx-4090")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "is_chosen"), quick([(1e6, True), (1e8, False)], [(1e6, True)]))
 def test_the_plan_chooses_dispatch_where_exchanges_are_slow(collective: float, is_chosen: bool) -> None:
     """Break: keep the stage of gathers; choose without `auto`."""

@@ -16,6 +16,7 @@ LEAVING_GRAPHS = [name for name, values in CASES.items() if values.get("offload.
 """The lanes without work hold no tensor, so the peak of the engine on shapes lacks a graph on its way to the host."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "machine"), quick(ALL, [QUICK]))
 def test_a_simulated_step_is_a_step_of_the_engine(name: str, machine: str) -> None:
     """Break: leave out a wait, a copy or a use in one of the two."""

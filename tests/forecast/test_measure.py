@@ -241,6 +241,7 @@ def test_isolated_documents_take_positions_and_a_mask(peaks: dict[str, int]) -> 
     assert waiting_bytes(work) == peaks["unit inputs"] + peaks.get("kept tensors", 0)
 
 
+@pytest.mark.slow
 def test_documents_one_by_one_take_no_mask_and_the_squares_of_their_lengths(peaks: dict[str, int]) -> None:
     """Break: open the attention of whole rows in `measure`; the forecast then has a mask."""
     model = build(llama)
@@ -269,6 +270,7 @@ def test_documents_one_by_one_take_no_mask_and_the_squares_of_their_lengths(peak
     assert waiting_bytes(short) + starts == peaks["unit inputs"] + peaks.get("kept tensors", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", quick([None, 1], [1]))
 def test_uses_measured_before_are_those_measured_now(micro_batch_size: int | None) -> None:
     model = build(llama).to("meta")

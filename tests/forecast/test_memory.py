@@ -186,6 +186,7 @@ def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
     assert "operations" in names(on_gpu, "device")
 
 
+@pytest.mark.slow
 def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> None:
     tiny, works = {"model.preset": "tiny", "data.packing_isolated": True}, list[Workload]()
     forecaster = Forecaster(config(**tiny), 1)

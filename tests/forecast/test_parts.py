@@ -50,6 +50,7 @@ def forecaster() -> Forecaster:
     return Forecaster(Config.load(None, GIVEN), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_mib", [1024, 180])
 def test_the_fewest_passes_with_room_on_the_host_and_there_the_largest_micro_batch(
     forecaster: Forecaster, host_mib: int

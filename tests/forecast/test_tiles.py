@@ -49,6 +49,7 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
     assert tiled.backward.flops == pytest.approx(whole.backward.flops, rel=0.01), "no product is made once more"
 
 
+@pytest.mark.slow
 def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     searches, find, tiles = [], RowTrials.find, {}
     monkeypatch.setattr(RowTrials, "find", lambda self, *rest: searches.append(self) or find(self, *rest))
@@ -72,6 +73,7 @@ def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
     assert part.backward.exchanged_bytes == sent
 
 
+@pytest.mark.slow
 def test_a_block_unable_to_run_on_a_few_rows_is_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tiled, own = block(16, 256), LlamaMLP.forward
 

@@ -102,6 +102,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     assert [told.moved_bytes[link] for link in links] == moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", quick(["cpu", "device"], ["cpu"]))
 def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def middle(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 4 // 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     quick(["llama", "codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba"], ["llama"]),

@@ -191,6 +191,7 @@ def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any
     assert not [word for word in [str(path), *words] if word not in str(refusal.value)], str(refusal.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -90,7 +90,7 @@ def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tile_updates, "update_tile", rounded)
 
 
-@mutation("tests/engine/test_against_torch.py")
+@mutation("tests/integrations/test_fp16.py")
 def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     begin_step = Updates.begin_step
 

@@ -107,6 +107,7 @@ def gone_on(run: Any, whole: Any, last: int, **settings: Any) -> Any:
     return half
 
 
+@pytest.mark.slow
 def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
     whole, _, said = run("whole", **more)

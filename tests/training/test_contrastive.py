@@ -246,6 +246,7 @@ def on_rank(num_ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         return trained("bert", batch, InfoNCE(), comm=comm)
 
 
+@pytest.mark.slow
 def test_negatives_come_from_all_ranks() -> None:
     """Two ranks are one but for the order of sums. Break: gather no rows; take the slopes of the own queries alone;
     let the engine weigh ranks by their rows with two tokens.
@@ -379,6 +380,7 @@ def asked(pairs: str, **more: Any) -> dict[str, Any]:
     return own | {"train__steps": 6, "train__batch_size": 8, "contrastive__negatives": 1} | more
 
 
+@pytest.mark.slow
 def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str) -> None:
     _, there, said = run("resident", family="bert", **asked(pairs, train__steps=4))
     _, here, again = run("streamed", family="bert", **asked(pairs, train__steps=4, **HOST))
@@ -468,6 +470,7 @@ def test_a_run_resumes_and_an_adapter_learns(run: Any, pairs: str, tmp_path: Pat
     assert "reloaded: by peft" in said
 
 
+@pytest.mark.slow
 def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, tmp_path: Path) -> None:
     """Break: export no file of the objective from a checkpoint; write prompts anew; read them from the base alone."""
     more = {"train__steps": 1, "checkpoint__every": 1}
@@ -494,6 +497,7 @@ def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, t
         assert kinds == ["Transformer", "Pooling", "Normalize"], name
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_run(run: Any, with_plan: None, pairs: str, tmp_path: Path) -> None:
     """Break: give the model labels in `BatchSpec.make`; plan the loss without its vectors."""
     own = {"train__micro_batch_size": 4, "train__recompute": "always", "train__steps": 5}
@@ -535,6 +539,7 @@ def test_the_model_decides_the_pooling(run: Any, pairs: str, tmp_path: Path, fam
     assert [key for key, value in stored.items() if value is True] == [f"pooling_mode_{FLAGS[family]}"]
 
 
+@pytest.mark.slow
 def test_a_stored_pooling_is_taken_and_other_modules_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
     """Break: take the mean whatever the folder says; read the pooling alone."""
     run("base", family="bert", **asked(pairs, contrastive__pooling="cls", train__steps=1))

@@ -164,6 +164,7 @@ def of_classes(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return _add_tail_bucket(log_probs.gather(-1, ids), torch.ones_like(ids, dtype=torch.bool))[0]
 
 
+@pytest.mark.slow
 @matrix(beta=[1.0, 0.3, 0.0], way=[*WAYS], strength=1)
 def test_the_first_tokens_and_all_others_are_trls(beta: float, way: str) -> None:
     """TRL's divergence over the most probable tokens of the teacher and a tail bucket. Break: leave out the other
@@ -214,6 +215,7 @@ def adapted() -> Any:
         return get_peft_model(student(), config).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", quick(WAYS, ["chunks, micro-batches, kept graphs"]))
 def test_the_base_of_an_adapter_is_a_teacher_without_a_copy(way: str) -> None:
     """Break: let the adapter compute for the teacher, in the layers or in the head."""
@@ -506,6 +508,7 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
     assert logits.num_tokens == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", quick(["beside", "stored"], ["beside"]))
 def test_the_plan_is_the_run(run: Any, with_plan: None, folder: Path, tmp_path: Path, way: str) -> None:
     """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
@@ -540,6 +543,7 @@ def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path, t
     assert "28 frozen parameters are stored in nf4" in out
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_from_its_base_without_a_copy(
     run: Any, with_plan: None, folder: Path, tmp_path: Path
 ) -> None:

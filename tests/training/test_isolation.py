@@ -74,6 +74,7 @@ def test_compiled_blocks_get_rows_of_one_length_instead(run: Any, chats: str, mo
     assert "group_by_length: false" in (result.dir / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_conversations_are_computed_and_planned_one_by_one_unless_a_mask_is_asked_for(
     run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, ad
     assert keys[0] == keys[1]
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_in_another_process() -> None:
     """Python salts the hashes of each process. Break: leave `_original_object_hash` in."""
     done = [forks.run(["-c", KEY_OF_A_MODEL], rank=rank) for rank in range(2)]

@@ -281,6 +281,7 @@ def compared_with_big(pairs: str, folder: Path) -> tuple[dict[str, Any], int]:
     return own, sum(each.nbytes for each in big.parameters())
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_reference_that_is_measured_first(pairs: str, tmp_path: Path) -> None:
     """Break: plan the trained model alone; count the backward of the reference; let its parameters train."""
     own, weight_bytes = compared_with_big(pairs, tmp_path)

@@ -61,6 +61,7 @@ def train(
         yield loss.item(), model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", quick(PLACES, ["cpu"]))
 def test_a_run_is_twenty_lines_of_pytorch(
     run: Any,

@@ -131,6 +131,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, ended: Any, tmp_path:
     assert_same_tensors(result.dir / "hf", whole.dir / "hf")
 
 
+@pytest.mark.slow
 def test_a_model_folder_that_is_gone_leaves_the_tokenizer_of_the_checkpoint(
     run: Any, with_plan: None, tmp_path: Path
 ) -> None:

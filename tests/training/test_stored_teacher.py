@@ -82,6 +82,7 @@ def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"data__source": str(write_rows(tmp_path / "rows.jsonl", rows)), "data__sequence_length": 48}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", quick(["text", "chats", "documents", "pairs", "whole vocabulary"], ["documents", "whole vocabulary"])
 )
@@ -133,6 +134,7 @@ def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, 
         run("other", **own | {"distill__teacher": str(moved)}, **saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", quick(OTHER_ROWS, ["as many"]))
 def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Path, rows: str) -> None:
     """With equally many targets. Break: take the stored values by their number; call the file of other rows damaged."""
@@ -146,6 +148,7 @@ def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Pa
     assert values_of(lines) == pytest.approx(values_of(wanted[2:]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_trained_on(run: Any, folder: Path, tmp_path: Path, cache: Path) -> None:
     """Neither by a new run nor by a resumed one. Break: compare the first batch alone."""
     own = asked(folder, checkpoint__every=2, checkpoint__keep=4)
@@ -187,6 +190,7 @@ def test_rounding_is_no_other_teacher() -> None:
     assert not wanted.is_same(found, stored)
 
 
+@pytest.mark.slow
 def test_a_second_run_waits_and_measures_nothing(
     run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +251,7 @@ def test_a_measurement_that_was_killed_is_finished(
     assert not list(cache.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_measurement_tells_what_it_is_for(
     run: Any, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,6 +269,7 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
     assert "coarse:" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "clip"), [pytest.param(1e6, "speculative", marks=pytest.mark.slow), (1e-3, "deferred")]
 )
