@@ -16,12 +16,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from offload import Engine, Placement
+from offload.engine.loss.cross_entropy import log_probs_with_gradient
 from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
+from offload.extras.large import compiled_loss
 from offload.extras.large.compiled_forwards import compile_modules
+from offload.extras.plan.op_counter import OpCounter
 from offload.planning.settings import Settings
-from tests.cases.models import batches, build, gemma2, gpt2, llama, qwen3, tokens
-from tests.engine.compare import assert_same, assert_weights, train_both, weights
+from tests.cases.models import VOCABULARY, batches, build, gemma2, gpt2, llama, qwen3, tokens
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.documents import by_document, counted, packed
 from tests.engine.handmade import (
@@ -198,6 +201,86 @@ def test_auto_compiles_on_a_gpu_alone() -> None:
         assert {Settings(compile=how).compile_on(device) for device in found} == {how}
     assert Settings(sequence_parallel=2).compile_on("cuda") == "never"
     assert Settings(placement={"experts": "streamed"}).compile_on("cuda") == "never"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of a compiled loss, with a graph for 8 rows."""
+    rows, run = [], compiled_loss.CompiledLoss._run
+
+    def counted(self: Any, logits: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        rows.append(len(logits))
+        return run(self, logits, *rest)
+
+    monkeypatch.setattr(compiled_loss, "ROWS", 8)
+    monkeypatch.setattr(compiled_loss.CompiledLoss, "_run", counted)
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [None, 2])
+def test_a_head_in_chunks_has_a_compiled_loss(tmp_path: Path, micro: int | None, calls: list[int]) -> None:
+    """Chunks of 12 tokens have two calls, the second over 4 rows again; a resumed run has the same bits."""
+    how: dict[str, Any] = {"compile": "always", "head_chunk_bytes": 12 * VOCABULARY * 4, "micro_batch_size": micro}
+    how |= {"optimizer": PROPORTIONAL}
+    layers = partial(compile_layers, llama)
+    engine, _ = train_both(build(llama), batches(3), group=layers, within=1e-5, **how)
+    assert calls == [8] * (2 + 3 * 3 * 2), "a trial, and three chunks in three steps"
+    engine.save_checkpoint(tmp_path)
+    resumed = Engine(build(llama), **how)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.step(tokens(3)).loss == engine.step(tokens(3)).loss
+    assert_same(weights(resumed), weights(engine))
+    assert len(calls) == 2 + 5 * 3 * 2 + 2
+    Engine(build(llama), **{**how, "compile": "never"}).step(tokens(3))
+    assert len(calls) == 2 + 5 * 3 * 2 + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_a_compiled_loss_is_that_of_float64(
+    dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token is sure of its label. Rows have the same bits in each chunk; by shapes, 4 passes move all the bytes."""
+    monkeypatch.setattr(forwards, "BACKEND", "aot_eager")
+    torch.manual_seed(0)
+    logits, labels = (3 * torch.randn(21, 300)).to(dtype), torch.randint(0, 300, (21,))
+    logits[5, labels[5]] = 40.0
+    slopes = -torch.rand(21)
+    term = compiled_loss.CompiledLoss(forwards._compile)
+    values, gradient = term(logits, labels, slopes)
+    exact = logits.double().requires_grad_()
+    log_probs = exact.log_softmax(1).gather(1, labels[:, None])[:, 0]
+    (log_probs * slopes.double()).sum().backward()
+    torch.testing.assert_close(values.double(), log_probs.detach(), rtol=1e-5, atol=1e-6)
+    assert exact.grad is not None
+    assert gradient is not None
+    precision = torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=max(1e-5, precision), atol=1e-9)
+    part = term(logits[5:], labels[5:], slopes[5:])
+    assert torch.equal(part[0], values[5:])
+    assert part[1] is not None
+    assert torch.equal(part[1], gradient[5:])
+    assert calls == [8] * (2 + 3 + 2)
+    moved, shapes = {}, [t.to("meta") for t in (logits, labels, slopes)]
+    for name, its in {"compiled": term, "plain": log_probs_with_gradient}.items():
+        counter = OpCounter()
+        with counter.watching():
+            its(*shapes)
+        moved[name] = counter.cost.moved_bytes / logits.numel()
+    width = dtype.itemsize
+    assert moved == pytest.approx({"compiled": 4 * width, "plain": 4 * width + 18}, rel=0.1)
+
+
+def test_a_compiled_loss_that_is_something_else_runs_as_it_is(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "BACKEND", backend(1.01))
+    term, batch = compiled_loss.CompiledLoss(forwards._compile), (torch.randn(12, 9), torch.arange(12) % 9)
+    with pytest.warns(UserWarning, match="the loss over the vocabulary .*a compiled value differs by 0.01 of its norm"):
+        results = term(*batch, torch.ones(12))
+    assert all(map(torch.equal, results, log_probs_with_gradient(*batch, torch.ones(12))))
+    assert all(map(torch.equal, term(*batch, torch.ones(12)), results))
+    assert calls == [8, 8], "the trial alone"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from offload.engine.loss import loss
 from offload.engine.loss import parts as losses
 from offload.engine.units import keep
 from offload.engine.units.traits import Rows
+from offload.extras.large.compiled_loss import CompiledLoss
 from offload.extras.quant.codecs import IntegerCodec
 from offload.integrations.accelerate import OffloadAccelerator
 from offload.integrations.optimizer import OffloadOptimizer
@@ -271,3 +272,10 @@ def updates_without_clipping_do_not_wait_for_the_norm(patch: pytest.MonkeyPatch)
     needs_norm = Updates.needs_norm.fget
     assert needs_norm is not None
     patch.setattr(Updates, "needs_norm", property(lambda self: self.max_norm is not None and needs_norm(self)))
+
+
+enter_as(
+    "compiled-losses-not-compared",
+    replaced(CompiledLoss, "_try", lambda self, *_: ""),
+    "tests/engine/test_compiled.py::test_a_compiled_loss_that_is_something_else_runs_as_it_is",
+)

@@ -219,7 +219,8 @@ class Losses:
         self.num_chunks = len(chunks)
         with flow.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
             model_inputs = select_inputs(self._model, model_batch, inputs.loss_fn)
-            term = loss.term(model_inputs, batch, chunks)  # before the model, whose saved inputs would wait in memory
+            # Before the model, whose saved inputs would wait in memory.
+            term = flow.stages.term_of(loss.term(model_inputs, batch, chunks))
             output = head.base_output(lambda: self._model(**model_inputs))
             hidden = output["last_hidden_state"]
             gradient = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -118,6 +118,10 @@ class Stage:
         """
         return self.inner.record(unit, runner, arguments, rows)
 
+    def term_of(self, term: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `Term` of a loss over chunks of logits, to run in place of `term`."""
+        return self.inner.term_of(term)
+
     def check(self) -> None:
         """Check the result after all units were recorded. Raises ConfigError if no unit can run as configured."""
         self.inner.check()
@@ -185,6 +189,9 @@ class OriginalForward(Stage):
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
         return unit.forward
+
+    def term_of(self, term: Callable[..., Any]) -> Callable[..., Any]:
+        return term
 
     def check(self) -> None:
         """Accept all."""

@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
+from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
 from offload.engine.units.masked_attention import masks_left_out
 from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
 from offload.errors import warn
+from offload.extras.large.compiled_loss import CompiledLoss
 from offload.planning.settings import Settings
 
 BACKEND = "inductor"
@@ -56,7 +58,7 @@ class CompiledForwards(Stage):
     graph inputs, not constants. In each variant the first unit of a build (`build_key`) is compared with the original
     forward (results and gradients). After a failure or difference the class runs uncompiled, with one warning per
     class. Never compiled: units with in-place changes to inputs or buffers, and non-blocks, since each would need a
-    compilation for a single use.
+    compilation for a single use. The loss of a head in chunks is compiled as `CompiledLoss`.
     """
 
     num_graphs = 0
@@ -69,6 +71,7 @@ class CompiledForwards(Stage):
         # After a refusal, units already chosen stay compiled: they passed. After a failure none does.
         self._refused: set[type] = set()
         self._failed: set[type] = set()
+        self._loss = CompiledLoss(_compile)  # the graphs are made in its first use
 
     @classmethod
     def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
@@ -81,6 +84,11 @@ class CompiledForwards(Stage):
         if key not in self._choices:
             self._choices[key] = self._choose(unit, use, key[1])
         return self._choices[key] or self.inner.forward_of(unit, use)
+
+    def term_of(self, term: Term) -> Term:
+        if self.is_paused or term is not log_probs_with_gradient:
+            return self.inner.term_of(term)
+        return self._loss
 
     @property
     def compiled(self) -> frozenset[type]:
@@ -216,12 +224,13 @@ def build_key(unit: Unit) -> Hashable:
 
 
 def _compile_class(owner: Any) -> Forward:
-    """Return the compiled forward of class `owner`, with the module as first argument.
+    """Return the compiled forward of class `owner`, with the module as first argument."""
+    return _compile(owner.forward)
 
-    Compilation starts with the first call.
-    """
+
+def _compile(function: Any) -> Forward:
+    """Return a compiled function. Compilation starts with the first call."""
     limits = _own_limits()
-    function = owner.forward
     if not limits and isinstance(function, FunctionType):
         function = _copy(function)
     return torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph, **limits)

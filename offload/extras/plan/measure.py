@@ -24,8 +24,9 @@ from offload.engine.units.attention import ATTENTIONS, attention_for
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
 from offload.engine.units.recompute_policy import saved_tensors_watched
-from offload.engine.units.stages import stages_in_memory
+from offload.engine.units.stages import OriginalForward, stages_in_memory
 from offload.engine.units.unit import put_parameters
+from offload.extras.large.compiled_forwards import CompiledForwards
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
 from offload.extras.large.shared_rows import SharedRows, WholeRows
@@ -315,6 +316,8 @@ class _WorkloadProbe:
             chunk = Chunk(torch.arange(num_tokens, device="meta"), num_tokens)
             inputs = select_inputs(model, tensors, self._loss)
             term = as_loss(self._loss).term(inputs, labelled, [chunk])
+            if self._prepared.settings.compile == "always":
+                term = CompiledForwards(OriginalForward()).term_of(term)
             try:
                 output = head.base_output(lambda: model(**inputs))
             except TypeError:  # the head has an unexpected call pattern

@@ -134,12 +134,15 @@ class OpCounter(WatchingMode):
         if fresh_bytes:
             self.cost += replace(NO_COST, fresh_bytes=fresh_bytes)
         if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
-            read = inputs
+            read = [tensor for tensor in inputs if tensor is not kwargs.get("out")]
             if func.overloadpacket in _GATHERS:
                 read = [*outputs, *inputs[1:]]
             elif func.overloadpacket in _FILLS:
                 read = inputs[1:]
-            num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, outputs))
+            written = outputs
+            if func.overloadpacket is _aten.scatter_:  # a few elements of a table, in place
+                read, written = inputs[1:], inputs[2:]
+            num_bytes = sum(map(_touched_bytes, (*read, *written)))
             if func.overloadpacket is PRODUCT:  # reads codes, with half the bytes that the weight has
                 num_bytes -= _touched_bytes(inputs[-1]) // 2
                 self.cost += replace(NO_COST, once_bytes=cast_bytes(*args[2:]))
