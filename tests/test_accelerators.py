@@ -24,6 +24,7 @@ from offload.accelerators import (
 from offload.distributed.comm import Comm
 from offload.engine.prepare import engine_device
 from offload.errors import ConfigError
+from offload.extras.plan.probe import _precisions
 from offload.planning.settings import Settings
 from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice, open_device
@@ -236,6 +237,9 @@ def test_gpus_before_ampere_emulate_bf16(
     monkeypatch.setattr(torch.version, "hip", hip)
     found = SimpleNamespace(major=capability[0], minor=capability[1])
     module = SimpleNamespace(get_device_properties=lambda _device: found)
-    assert has_bf16(CudaAccelerator(torch.device("cuda"), module)) == expected
+    accelerator = CudaAccelerator(torch.device("cuda"), module)
+    assert has_bf16(accelerator) == expected
+    # A measured machine has a rate of bf16 only where the card computes in it: the plan takes its precision from there.
+    assert _precisions(accelerator) == ("fp32", "bf16" if expected else "fp16")
     assert has_bf16(Accelerator(torch.device("xpu"), module))
     assert has_bf16(None)
