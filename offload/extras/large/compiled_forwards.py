@@ -20,7 +20,7 @@ from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
 from offload.engine.units.use import Forward, Use
-from offload.errors import warn
+from offload.errors import describe, shorten, warn
 from offload.extras.large.compiled_loss import CompiledLoss
 from offload.planning.settings import Settings
 
@@ -38,8 +38,6 @@ Below 1, the backward computes again all operations that torch can fuse. The out
 stay (arXiv:2205.05198). A graph with random numbers has 1: below 1, torch may draw the numbers of a dropout again in
 the backward, and these are others.
 """
-_MOST_LETTERS = 200
-"""Maximum length of a torch error message in a warning."""
 
 
 class Verdict(NamedTuple):
@@ -71,7 +69,7 @@ class CompiledForwards(Stage):
         # After a refusal, units already chosen stay compiled: they passed. After a failure none does.
         self._refused: set[type] = set()
         self._failed: set[type] = set()
-        self._loss = CompiledLoss(_compile)  # the graphs are made in its first use
+        self._loss = CompiledLoss(_compile)
 
     @classmethod
     def over(cls, inner: Stage, host: Host, settings: Settings) -> Stage:  # noqa: ARG003
@@ -325,7 +323,7 @@ def _refusal(unit: Unit) -> str:
 def _format_error(error: BaseException) -> str:
     if "Observed exception" in str(error) and error.__cause__ is not None:  # raised by the traced code
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
+    return shorten(describe(error))
 
 
 def _num_graphs() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,12 +11,10 @@ import torch
 from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
 from offload.engine.loss.cross_entropy import log_probs_with_gradient
 from offload.engine.units.trial import ENGINE_ERRORS
-from offload.errors import warn
+from offload.errors import describe, shorten, warn
 
 ROWS = 128
 """Tokens in one call of the graph: one shape for chunks of all sizes."""
-_MOST_LETTERS = 200
-"""Maximum length of a torch error message in a warning."""
 
 
 def gradient_of_rows(
@@ -45,7 +44,7 @@ class CompiledLoss:
     """
 
     def __init__(self, compiler: Callable[[Any], Any]) -> None:
-        self._function = compiler(gradient_of_rows)
+        self._compiler = compiler
         self._refusals: dict[Any, str] = {}
         """By stride and dtype of the logits; empty if they run compiled."""
 
@@ -66,6 +65,11 @@ class CompiledLoss:
             log_probs[rows] = self._run(logits[rows], labels[rows], slopes[rows], gradient[rows])
         return log_probs, gradient
 
+    @cached_property
+    def _function(self) -> Callable[..., torch.Tensor]:
+        # Not before the first tokens: torch's compiler takes two seconds to import, and plans run on shapes alone.
+        return self._compiler(gradient_of_rows)
+
     @torch.no_grad()
     def _run(self, *tensors: torch.Tensor) -> torch.Tensor:
         return self._function(*tensors)
@@ -85,7 +89,7 @@ class CompiledLoss:
         except ENGINE_ERRORS:
             raise
         except Exception as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
+            return shorten(describe(error))
         if not (same_bits(first, second) and same_bits(*gradients)):
             return "its compiled results differ from run to run"
         plain = log_probs_with_gradient(logits, labels, slopes)
