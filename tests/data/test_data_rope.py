@@ -67,9 +67,7 @@ def first_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("longest", "width"), [(LIMIT, LIMIT), pytest.param(LIMIT + 1, LENGTH, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("longest", "width"), [(LIMIT, LIMIT), (LIMIT + 1, LENGTH)])
 def test_the_loss_of_a_step_is_that_of_transformers_in_parts_of_any_size(
     first_loss: Any, capsys: pytest.CaptureFixture[str], longest: int, width: int
 ) -> None:

@@ -216,8 +216,8 @@ def uneven(first: int) -> dict[str, torch.Tensor]:
     ("part", "value", "ignored", "way"),
     [
         ("first", 0, 1, "given"),
-        pytest.param("first", 0, 1, "resumed with other settings", marks=pytest.mark.slow),
-        pytest.param("mean", staticmethod(row_mean), 4, "resumed", marks=pytest.mark.slow),
+        ("first", 0, 1, "resumed with other settings"),
+        ("mean", staticmethod(row_mean), 4, "resumed"),
     ],
 )
 def test_an_analysis_is_checked_for_another_loss(

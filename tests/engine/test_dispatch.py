@@ -102,7 +102,7 @@ def test_bits_are_those_of_gathers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_weights_are_those_of_one_process_with_as_many_micro_batches(size: int) -> None:
     """The owner adds the rows of the ranks as one process adds micro-batches. Losses are summed over ranks in another
     order.
@@ -152,7 +152,7 @@ def moved(runs: list[dict[str, Any]]) -> list[tuple[Counter[str], int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_weights_of_a_block_go_up_once_a_pass_for_all_cards(size: int) -> None:
     """With gathers each card copies all blocks in the forward and again in the backward: `size` times as many bytes.
 

@@ -161,8 +161,9 @@ def exchanged_bytes(stage: int, tier: dict[str, Any], replicas: int, states: str
 @pytest.mark.parametrize(
     ("stage", "tier", "replicas", "states"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "cpu", 1, "whole"), (2, "cpu", 1, "whole"))),
-        pytest.param(3, "nvme", 2, "whole", marks=pytest.mark.slow),
+        (0, "cpu", 1, "whole"),
+        (2, "cpu", 1, "whole"),
+        (3, "nvme", 2, "whole"),
         (3, "device", 2, "shared"),
     ],
 )

@@ -327,9 +327,7 @@ def on_ranks(parks: bool, stage: int, place: str, folder: Path) -> dict[str, tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "place"), quick([(3, "device"), (1, "cpu"), (3, "cpu"), (2, "nvme")], [(3, "device")])
-)
+@pytest.mark.parametrize(("stage", "place"), [(3, "device"), (1, "cpu"), (3, "cpu"), (2, "nvme")])
 def test_ranks_park_together(stage: int, place: str, tmp_path: Path) -> None:
     job: dict[str, Any] = {"stage": stage, "place": place, "folder": tmp_path}
     parked, plain = (ranks.run(2, on_ranks, parks=parks, **job) for parks in (True, False))

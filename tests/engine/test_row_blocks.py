@@ -23,7 +23,6 @@ from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_bot
 from tests.engine.device import own_device
 from tests.engine.inside import head_of, memory_of, planned_bytes, unit_names
 from tests.engine.test_group_loss import Pairs
-from tests.matrix import quick
 
 HIDDEN = 32
 CHUNK_BYTES = TABLE_BYTES // 16
@@ -239,7 +238,7 @@ class ByProduct(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gradients with several contributions")
-@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["fp32"]))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_only_gradients_of_shared_blocks_are_summed_on_the_host(
     precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

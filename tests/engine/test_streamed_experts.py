@@ -28,7 +28,6 @@ from tests.engine.inside import parts_of, states
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB
 from tests.engine.reference import fake_quantised
-from tests.matrix import quick
 
 NUM_EXPERTS = 8
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"]
@@ -275,7 +274,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", quick(UNEVEN, ["graphs where there is room"]))
+@pytest.mark.parametrize("case", UNEVEN)
 def test_ranks_may_have_other_numbers_of_micro_batches(case: str) -> None:
     """Break: exchange once per local micro-batch; fetch experts again when a graph is dropped; repeat exchanges in a
     backward by the traits of the unit's last call.

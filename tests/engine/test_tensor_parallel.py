@@ -20,12 +20,12 @@ pytestmark = cpu_only("DTensor collectives over gloo")
     ("way", "num_ranks", "how"),
     [
         ("tied", 2, {"tier": "device", "limit": 0.3}),
-        pytest.param("mesh", 4, {}, marks=pytest.mark.slow),
-        pytest.param("sequences", 2, {"micro_rows": 2}, marks=pytest.mark.slow),
-        pytest.param("layers", 2, {"precision": "bf16", "limit": 0.3}, marks=pytest.mark.slow),
-        pytest.param("layers", 4, {"micro_rows": 2}, marks=pytest.mark.slow),
-        pytest.param("sequences", 4, {}, marks=pytest.mark.slow),
-        pytest.param("mesh", 4, {"tier": "device", "micro_rows": 2}, marks=pytest.mark.slow),
+        ("mesh", 4, {}),
+        ("sequences", 2, {"micro_rows": 2}),
+        ("layers", 2, {"precision": "bf16", "limit": 0.3}),
+        ("layers", 4, {"micro_rows": 2}),
+        ("sequences", 4, {}),
+        ("mesh", 4, {"tier": "device", "micro_rows": 2}),
     ],
 )
 def test_training_has_the_bits_of_the_model_in_memory(way: str, num_ranks: int, how: dict[str, Any]) -> None:

@@ -7,9 +7,7 @@ from itertools import cycle
 import pytest
 
 from tests.forecast.dry_engine import BYTES, CASES, MACHINES, compare
-from tests.matrix import quick
 
-QUICK = ("inputs on the host", "h200")
 ALL = list(zip(CASES, cycle(MACHINES), strict=False))
 """Each case on one of the machines."""
 LEAVING_GRAPHS = [name for name, values in CASES.items() if values.get("offload.graphs", "device") != "device"]
@@ -17,7 +15,7 @@ LEAVING_GRAPHS = [name for name, values in CASES.items() if values.get("offload.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "machine"), quick(ALL, [QUICK]))
+@pytest.mark.parametrize(("name", "machine"), ALL)
 def test_a_simulated_step_is_a_step_of_the_engine(name: str, machine: str) -> None:
     """Break: leave out a wait, a copy or a use in one of the two."""
     found = compare(name, machine)

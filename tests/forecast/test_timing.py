@@ -22,7 +22,6 @@ from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
-from tests.matrix import quick
 
 pytestmark = cpu_only("what is forecast here is a CPU's step")
 
@@ -103,7 +102,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", quick(["cpu", "device"], ["cpu"]))
+@pytest.mark.parametrize("update", ["cpu", "device"])
 def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from tests.cases.models import bert, t5, tokens
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import tokenizer, train
 from tests.hf.peaks import peak_of
-from tests.matrix import quick
 from tests.run_folder import flip
 from tests.zoo.families import families
 
@@ -90,7 +89,7 @@ def middle(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    quick(["llama", "codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba"], ["llama"]),
+    ["llama", "codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba"],
 )
 def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
     """Covers modules with foreign weights (prophetnet), shared blocks (zamba) and dtype-dependent tables (codegen)."""

@@ -216,7 +216,7 @@ def adapted() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", quick(WAYS, ["chunks, micro-batches, kept graphs"]))
+@pytest.mark.parametrize("way", WAYS)
 def test_the_base_of_an_adapter_is_a_teacher_without_a_copy(way: str) -> None:
     """Break: let the adapter compute for the teacher, in the layers or in the head."""
     with_copy, frozen = adapted(), student()
@@ -509,7 +509,7 @@ def test_logits_of_all_tokens_never_exist(run: Any, folder: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", quick(["beside", "stored"], ["beside"]))
+@pytest.mark.parametrize("way", ["beside", "stored"])
 def test_the_plan_is_the_run(run: Any, with_plan: None, folder: Path, tmp_path: Path, way: str) -> None:
     """Break: measure the head of the teacher with every token; keep its hidden states until the end of the step; count
     the teacher among the parameters.

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from offload.errors import ConfigError
 from offload.parity import main as parity_command
 from tests.integrations.plain import LR, SameBits
-from tests.matrix import quick
 from tests.run_folder import cut
 from tests.training.test_adapters import base  # noqa: F401
 from tests.training.test_restarts import PLACES, assert_ranks_as_one, seen, stored  # noqa: F401
@@ -62,7 +61,7 @@ def train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", quick(PLACES, ["cpu"]))
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_is_twenty_lines_of_pytorch(
     run: Any,
     base: Path,  # noqa: F811

@@ -24,7 +24,6 @@ from offload.extras.distill.stored import TeacherClasses
 from offload.extras.frozen import measurement
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
-from tests.matrix import quick
 from tests.run_folder import SHAPE
 from tests.training.conftest import HOST, interrupted_measurement, lines_of
 from tests.training.test_adapters import train_over_ranks
@@ -83,9 +82,7 @@ def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "data", quick(["text", "chats", "documents", "pairs", "whole vocabulary"], ["documents", "whole vocabulary"])
-)
+@pytest.mark.parametrize("data", ["text", "chats", "documents", "pairs", "whole vocabulary"])
 def test_stored_is_beside(run: Any, folder: Path, tmp_path: Path, cache: Path, data: str) -> None:
     """Answers alone have records. Break: take the places of the labels, not of the tokens before them; use the rows of
     a batch in their order on disk; store a class of no tokens.
@@ -135,7 +132,7 @@ def test_a_resumed_run_needs_no_teacher(run: Any, folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", quick(OTHER_ROWS, ["as many"]))
+@pytest.mark.parametrize("rows", OTHER_ROWS)
 def test_other_evaluation_rows_are_measured(run: Any, folder: Path, tmp_path: Path, rows: str) -> None:
     """With equally many targets. Break: take the stored values by their number; call the file of other rows damaged."""
     own = asked(folder, **source(tmp_path, PAIRS), data__eval_share=0.0, checkpoint__every=2, checkpoint__keep=4)
