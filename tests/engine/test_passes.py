@@ -55,18 +55,6 @@ def test_two_passes_are_gradient_accumulation(model: str) -> None:
             assert_weights(engine, reference, within, f"after step {seed}")
 
 
-@pytest.mark.slow
-def test_passes_are_cut_into_micro_batches_and_head_chunks() -> None:
-    """Seven rows in three passes (2, 2 and 3 rows), and fewer rows than passes."""
-    found = []
-    for settings in ({}, {"passes": 3, "micro_batch_size": 1, "head_chunk_bytes": 4 * 64 * 8}):
-        with Engine(build(llama), optimizer=PROPORTIONAL, **settings) as engine:
-            results = [engine.step(tokens(seed, rows)) for seed, rows in enumerate((7, 1))]
-            found.append(([float(result.loss) for result in results], weights(engine)))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    assert_same(found[1][1], found[0][1], within=1e-6)
-
-
 class Mixed(nn.Module):
     """Two layers, with `normed` a batch norm between them, which mixes rows."""
 

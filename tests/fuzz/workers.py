@@ -11,45 +11,26 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import tempfile
 import time
 import traceback
-from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests import forks
-from tests.distributed.ranks import ROOT
-from tests.ports import free_port
+from tests.distributed.ranks import Pool, Worker
+from tests.ports import free_port, rank_variables
 
 CASE_S = 90.0
 """Time limit of a case in seconds. (On a busy machine a case over ranks with delays takes a few seconds.)"""
 _GRACE_S = 8.0
 """Seconds for the other ranks in a case after the first failure."""
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 
 
-class Worker:
-    """A process and the file with the output."""
+class _Worker(Worker):
+    """A process for cases, with a session of its own: Ctrl-C must reach only the parent."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, (self.connection, theirs) = path, Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        with theirs, path.open("wb") as file:
-            self.process = forks.start(
-                ["-u", "-m", "tests.fuzz.workers"],
-                env=environment,
-                stdin=theirs.fileno(),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must reach only the parent
-            )
-
-    @property
-    def said(self) -> str:
-        return self.path.read_text(errors="replace")
+    def __init__(self, path: Path, _rank: int) -> None:
+        super().__init__("tests.fuzz.workers", path=path, start_new_session=True)
 
     def take(self) -> Any:
         """Return an available reply. None: the process ended without a reply."""
@@ -58,40 +39,27 @@ class Worker:
         except (EOFError, OSError):
             return None
 
-    def end(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
 
-
-class Crew:
-    """A pool with as many workers as the largest case needs. A one-rank case uses the first worker."""
+class Crew(Pool[_Worker]):
+    """A pool for cases. A one-rank case uses the first worker."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="offload-fuzz-crew-")
-        self._workers: list[Worker] = []
-        self._num_started = 0
+        super().__init__(_Worker)
 
     def run(self, name: str, world: int, mutation: str | None = None, limit_s: float = CASE_S) -> Any:
         """Run a case on `world` ranks. Return the Outcome."""
-        while len(self._workers) < world:
-            self._num_started += 1
-            self._workers.append(Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
-        working, port = self._workers[:world], free_port() if world > 1 else 0
-        marks = [len(worker.said) for worker in working]
+        working, port = self.first(world), free_port() if world > 1 else 0
+        marks = [len(worker.rank.output) for worker in working]
         for rank, worker in enumerate(working):
-            with suppress(OSError):  # a dead worker is detected below
-                worker.connection.send_bytes(pickle.dumps((name, rank, world, port, mutation, limit_s)))
+            worker.give((name, rank, world, port, mutation, limit_s))
         replies = self._wait(working, time.monotonic() + limit_s + _GRACE_S)
         broken = [rank for rank, reply in enumerate(replies) if reply is None or not reply.is_sound]
         outcome = self._judge(working, replies, marks)
         if broken:
-            for worker in working:  # a rank that lost another rank ends soon
-                worker.end()
-            del self._workers[:world]
+            self.drop(world)
         return outcome
 
-    def _wait(self, working: list[Worker], deadline: float) -> list[Any]:
+    def _wait(self, working: list[_Worker], deadline: float) -> list[Any]:
         replies: dict[int, Any] = {}
         while len(replies) < len(working):
             left = {working[rank].connection: rank for rank in range(len(working)) if rank not in replies}
@@ -105,14 +73,14 @@ class Crew:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         return [replies[rank] for rank in range(len(working))]
 
-    def _judge(self, working: list[Worker], replies: list[Any], marks: list[int]) -> Any:
+    def _judge(self, working: list[_Worker], replies: list[Any], marks: list[int]) -> Any:
         from tests.fuzz.runner import Outcome
 
         wrong = []
         for rank, (worker, reply, mark) in enumerate(zip(working, replies, marks, strict=True)):
             told = f"rank {rank}: " if len(working) > 1 else ""
             if reply is None:
-                code, said = worker.process.poll(), worker.said[mark:]
+                code, said = worker.rank.process.poll(), worker.rank.output[mark:]
                 what = "hangs" if "Timeout" in said or code is None else f"its process ended with {code}"
                 wrong.append(f"{told}{what}\n{said[-6000:]}")
             elif reply.wrong:
@@ -126,11 +94,6 @@ class Crew:
         outcome = first if first is not None else Outcome()
         outcome.wrong = "\n".join(dict.fromkeys(wrong))
         return outcome
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.end()
-        self._folder.cleanup()
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -167,7 +130,7 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
     try:
         case = parse(name)
         # variables from another case; accelerate would join that group
-        for variable in _RANK_VARIABLES if world == 1 else ():
+        for variable in rank_variables() if world == 1 else ():
             os.environ.pop(variable, None)
         with ExitStack() as stack:
             if mutation:
@@ -185,26 +148,15 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
                 from offload.distributed.joining import open_comm
                 from offload.distributed.watchdog import WatchdogLimits
 
-                comm = stack.enter_context(
-                    open_comm(
-                        times=WatchdogLimits(beat_s=0.2, silence_s=30, grace_s=1, stall_s=30, start_s=60),
-                        environ={
-                            **_variables(rank, world, port),
-                        },
-                    )
-                )
+                variables = rank_variables(rank, world, port)
+                os.environ.update(variables)  # torch reads the variables directly
+                times = WatchdogLimits(beat_s=0.2, silence_s=30, grace_s=1, stall_s=30, start_s=60)
+                comm = stack.enter_context(open_comm(times=times, environ=variables))
             return run_case(case, comm)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return Outcome(wrong=describe(error), is_sound=world == 1)
-
-
-def _variables(rank: int, world: int, port: int) -> dict[str, str]:
-    told = (rank, world, rank, world, port, "127.0.0.1")
-    variables = {name: str(value) for name, value in zip(_RANK_VARIABLES, told, strict=True)}
-    os.environ.update(variables)  # torch reads the variables directly
-    return variables
 
 
 def describe(error: BaseException) -> str:

@@ -150,24 +150,6 @@ def test_loss_and_gradients_are_sentence_transformers(family: str, way: str, has
         assert distance <= 1e-5 * max(1.0, gradient.norm()), name
 
 
-def test_tiers_and_micro_batches_have_equal_bits(tmp_path: Path) -> None:
-    """Break: pool with sums whose order depends on the rows."""
-    batch, loss = rows(), InfoNCE(margin=0.2)
-    first, *others = (
-        trained("bert", batch, loss, placement=placement)
-        for placement in (
-            Placement(parameters="device", optimizer="device"),
-            Placement(parameters="cpu", optimizer="cpu", activations="cpu"),
-            Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path)),
-        )
-    )
-    for losses, own in others:
-        assert losses == first[0]
-        assert all(torch.equal(own[name], value) for name, value in first[1].items())
-    losses, _ = trained("bert", batch, loss, micro_batch_size=2)
-    assert losses[0] == pytest.approx(first[0][0], rel=1e-6)
-
-
 @pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
 def test_micro_batches_stay_in_bf16() -> None:
     """The slopes of the loss cancel over the rows. Break: compare the rounding errors that they leave."""
@@ -378,19 +360,6 @@ def pairs(tmp_path: Path) -> str:
 def asked(pairs: str, **more: Any) -> dict[str, Any]:
     own = {"data__source": pairs, "train__method": "contrastive", "optimizer__lr": 3e-3, "data__sequence_length": 64}
     return own | {"train__steps": 6, "train__batch_size": 8, "contrastive__negatives": 1} | more
-
-
-@pytest.mark.slow
-def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str) -> None:
-    _, there, said = run("resident", family="bert", **asked(pairs, train__steps=4))
-    _, here, again = run("streamed", family="bert", **asked(pairs, train__steps=4, **HOST))
-    for key in ("loss", "grad_norm", "accuracy"):
-        assert [line[key] for line in here] == [line[key] for line in there]
-    assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
-    assert there[-1]["loss"] < there[0]["loss"]
-    assert "logits bit-equal" in said
-    assert "logits bit-equal" in again
-    assert "accuracy " in said
 
 
 def made_by(module: Any, texts: list[str]) -> torch.Tensor:

@@ -198,18 +198,6 @@ def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pair
 
 
 @pytest.mark.slow
-def test_micro_batches_chunks_and_an_adapter(run: Any, pairs: str) -> None:
-    """The reference of an adapter run is the base model, equal to the model at the first step."""
-    _, whole, _ = run("whole", **asked(pairs))
-    _, parts, _ = run("parts", **asked(pairs, train__micro_batch_size=1, train__head_chunk_bytes="50KiB"))
-    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in whole], abs=2e-5)
-    _, adapted, said = run("adapted", **asked(pairs, lora__rank=4, checkpoint__export=True))
-    assert adapted[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
-    assert adapted[0]["loss"] > adapted[-1]["loss"]
-    assert "reloaded: by peft" in said
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) -> None:
     """A checkpoint stores the reference log-probabilities. The trained weights can no longer produce them."""
     settings = asked(pairs, checkpoint__every=1, checkpoint__export=True)

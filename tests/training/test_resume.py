@@ -132,21 +132,6 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, ended: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_model_folder_that_is_gone_leaves_the_tokenizer_of_the_checkpoint(
-    run: Any, with_plan: None, tmp_path: Path
-) -> None:
-    folder = tmp_path / "folder"
-    make_folder("llama", folder)
-    common = {"model.path": str(folder), "checkpoint.every": 1, "checkpoint.export": False}
-    run("run", **common, **{"train.steps": 1})
-    shutil.rmtree(folder)
-    _, lines, output = run("run", **common, **{"train.steps": 2})
-    assert [line["step"] for line in lines] == [1, 2]
-    assert f"model.path {folder} is not there any more: the tokenizer is read from" in output
-    assert "no memory forecast" not in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["codegen", "mixtral", "gemma2"])
 def test_a_run_from_a_folder_goes_on_without_it(run: Any, ended: Any, tmp_path: Path, family: str) -> None:
     """The weights and the tokenizer are in the checkpoints.
