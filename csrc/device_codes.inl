@@ -55,6 +55,28 @@ __global__ void decode_whole_on_device(const uint8_t* records, const float*, T* 
   store_each(out + number * kEach, x);
 }
 
+// Numbers in e4m3: a sign, four bits of exponent with 7 added, three bits of the mantissa.
+template <class T>
+__global__ void decode_fp8_on_device(const uint8_t* records, const float*, T* out, uint32_t num_records) {
+  constexpr int kThreads = kFp8Block / kEach;  // a record
+  const uint64_t number = thread_number(), k = number / kThreads;
+  if (k >= num_records) return;
+  const uint8_t* record = records + k * kFp8Record;
+  const uint8_t* codes = record + number % kThreads * kEach;
+  const float scale = float_of(word(record + kFp8Block));
+  float x[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const uint32_t code = word(codes + j / 4 * 4) >> 8 * (j % 4) & 255, size = code & 127;
+    float number = float_of((size << 20) + (120u << 23));
+    // A subnormal number is the mantissa below a one that is not there.
+    if (size < 8) number = Wide::sub(float_of((size << 20) + (121u << 23)), float_of(121u << 23));
+    if (size == 127) number = float_of(0x7FC00000u);
+    x[j] = Wide::mul(float_of(bits_of(number) | code >> 7 << 31), scale);
+  }
+  store_each(out + number * kEach, x);
+}
+
 // tables: the two levels of each code byte, [256][2], then the dynamic map, [256].
 template <class T>
 __global__ void decode_nf4_on_device(const uint8_t* records, const float* tables, T* out, uint32_t num_records) {

@@ -158,6 +158,7 @@ void accumulate(float* sum, const T* x, int64_t n, Execution how);
 constexpr int64_t kInt8Block = 128;
 constexpr int64_t whole_record(int bits) { return kInt8Block * bits / 8 + 4; }  // of whole numbers of 8 or 4 bits
 constexpr int64_t kInt8Record = whole_record(8);
+constexpr int64_t kFp8Block = 1024, kFp8Record = kFp8Block + 4;
 constexpr int64_t kNf4Block = 1 << 14, kNf4Record = kNf4Block / 2 + kNf4Block / 64 + 8;
 struct Nf4Tables {
   const float* levels;   // the 16 numbers of NormalFloat

@@ -92,9 +92,10 @@ ENGINE_TEXTS = {
     ),
     "offload.frozen_weights": (
         "Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, "
-        "one scale per 128; nf4: half a byte per weight, as in QLoRA (arXiv:2305.14314). The device dequantizes. "
-        "Embeddings, weights outside blocks, vectors (also one per expert) and parameters below 4096 elements stay "
-        "exact."
+        "one scale per 128; fp8: one byte per weight, one scale per matrix, only for layers that train.matmul can "
+        "multiply in FP8: with fp8_tensorwise the results of exact; nf4: half a byte per weight, as in QLoRA "
+        "(arXiv:2305.14314). The device dequantizes. Embeddings, weights outside blocks, vectors (also one per expert) "
+        "and parameters below 4096 elements stay exact."
     ),
     "offload.link_weights": (
         "Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 "

@@ -27,7 +27,11 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "exchange": {"dispatch": "offload.extras.large.dispatch:FromOwner"},
     "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "format": {"huggingface": "offload.app.hf.write"},
-    "codec": {"int8": "offload.extras.quant.codecs:INT8", "nf4": "offload.extras.quant.codecs:NF4"},
+    "codec": {
+        "int8": "offload.extras.quant.codecs:INT8",
+        "fp8": "offload.extras.quant.fp8_codec:FP8",
+        "nf4": "offload.extras.quant.codecs:NF4",
+    },
     "link codec": {"int8": "offload.extras.quant.codecs:INT8"},
     "gradient codec": {"int8": "offload.extras.quant.codecs:INT8", "int4": "offload.extras.quant.codecs:INT4"},
     "quantized format": {

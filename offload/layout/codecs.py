@@ -5,11 +5,11 @@ length, decoded on the device where weights are used. Codecs are pure functions,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.doors import Door
 
@@ -48,6 +48,8 @@ class Codec:
     """Neighbouring weights per record."""
     decodes = False
     """True if weights are decoded before use."""
+    choice = f"matrices in blocks with {LEAST_NUMEL} elements or more"
+    """Frozen weights in this format, for messages."""
 
     def __repr__(self) -> str:
         return self.name
@@ -56,6 +58,14 @@ class Codec:
     def unsaved_reason(self) -> str:
         """Reason against frozen weights in a full checkpoint, for messages; empty if there is none."""
         return ""
+
+    def choose(self, blocks: Iterable[nn.Module], kept: Collection[int]) -> Iterator[nn.Parameter]:  # noqa: ARG002
+        """Yield the parameters of blocks for this format. Vectors and small ones stay exact in any case.
+
+        kept: ids of parameters that compute in fp32 at any precision.
+        """
+        for block in blocks:
+            yield from block.parameters()
 
     def storage_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Return the storage dtype for weights used in `dtype`, and the storage elements per record."""

@@ -199,10 +199,10 @@ def _quantised(precision: str) -> Mapping[str, Any]:
     return {"shown": partial(fake_quantised, precision=precision)}
 
 
-def _decoded(precision: str) -> Mapping[str, Any]:
+def _decoded(precision: str, codec: str = "nf4") -> Mapping[str, Any]:
     from tests.engine.test_frozen_weights import dequantised
 
-    return {"plain": dequantised(build(adapted), "nf4", DTYPES[precision])}
+    return {"plain": dequantised(build(adapted), codec, DTYPES[precision])}
 
 
 def _in_fp16(_precision: str) -> Mapping[str, Any]:
@@ -347,6 +347,7 @@ _GROUPED_EXPERTS = {
     "offload.extras.large.cut_experts._LEAST_RECORDS offload.engine.units.cut_experts._LEAST_RECORDS": 2
 }
 """Two records a layer: the experts of each run together."""
+_NARROW_FP8 = {"offload.extras.quant.products.LEAST_SIZE": 32}
 _CONTRASTIVE = {"equals_reference": "tests/training/test_contrastive.py: the reference of the feature"}
 _UNCLIPPED = {"max_grad_norm": None}
 _SPECULATIVE = {"clip": "speculative", "max_grad_norm": 0.1}
@@ -502,7 +503,7 @@ CASES: dict[str, Case] = {
         settings={"matmul": "fp8_rowwise", "precision": "bf16"},
         reference=_in_fp8,
         ranks_within=1e-3,  # weights in bf16 and products in FP8 are rounded after sums in another order
-        limits={"offload.extras.quant.products.LEAST_SIZE": 32},
+        limits=_NARROW_FP8,
     ),
     "fp16": Case(
         settings={"precision": "fp16"},
@@ -601,6 +602,17 @@ CASES: dict[str, Case] = {
             "ranks-lora-nf4": at(CPU, _TWO, make=lora(wide_llama)),
             "lora-base-int8": at(CPU, make=lora(wide_llama), frozen_weights="int8"),
             "lora-base-nf4-nvme-bf16": at(NVME, BF16, make=lora(wide_llama)),
+        },
+    ),
+    "fp8 below what trains": Case(
+        adapted,
+        {"frozen_weights": "fp8"},
+        reference=partial(_decoded, codec="fp8"),
+        saves={"trained_only": True},
+        limits=_NARROW_FP8,
+        bits={
+            "lora-base-fp8-nvme": at(NVME, BF16, make=lora(wide_llama), matmul="fp8_tensorwise"),
+            "ranks-lora-fp8": at(CPU, _TWO, BF16, make=lora(wide_llama), matmul="fp8_rowwise"),
         },
     ),
     "fp16 over nf4": Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from offload.extras.quant.weight_codes import multiply
 from offload.planning.memory import BESIDE
 from offload.planning.settings import Settings
 from tests.cases.models import adapted, batches, build, gpt2, llama, t5, tokens
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import assert_same, step_of, train_both, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of, planned_bytes
@@ -177,12 +178,39 @@ def test_layers_cut_out_of_blocks_multiply_as_in_whole_blocks() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("codec", ["nf4", "int8"])
+@pytest.mark.parametrize("codec", ["nf4", "int8", "fp8"])
 def test_quantized_frozen_weights_are_decoded_and_then_cast(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = build(adapted)
     group = partial(multiply_in_fp8, "fp8_rowwise")
     plain = dequantised(base, codec, torch.bfloat16)
     train_both(base, batches(2), plain=plain, group=group, frozen_weights=codec, **ROWWISE)
+
+
+def test_steps_over_fp8_codes_are_those_over_exact_weights(tmp_path: Path) -> None:
+    """With one scale for a matrix, from the disk, and resumed. The link moves half the bytes. By row only the decoded
+    weights have these steps: the gradient of an input casts the whole weight.
+
+    Breaks: a scale for each record; frozen weights that other layers multiply in codes.
+    """
+    states = {"parameters": "nvme", "optimizer": "nvme", "nvme_dir": str(tmp_path)}
+    settings = TENSORWISE | {"prefetch": 0}
+    with Engine(build(adapted), **settings) as exact:
+        wanted = [step_of(exact, tokens(seed)) for seed in range(3)]
+        masters, exact_bytes = weights(exact), exact.counters.h2d_bytes
+    settings |= {"frozen_weights": "fp8", "placement": Placement(**states)}
+    with Engine(build(adapted), **settings) as engine:
+        found = [step_of(engine, tokens(seed)) for seed in range(2)]
+        engine.save_checkpoint(tmp_path / "saved", trained_only=True)
+    with Engine(build(adapted), **settings) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        found.append(step_of(engine, tokens(2)))
+        shares = [(region.weight_bytes, region.travelling_bytes) for region in parts_of(engine).regions]
+        own, moved = weights(engine), engine.counters.h2d_bytes
+    assert found == wanted
+    trained = [name for name, weight in engine.model.named_parameters() if weight.requires_grad]
+    assert_same({name: own[name] for name in trained}, {name: masters[name] for name in trained})
+    assert exact_bytes - moved == 2 * sum(whole - codes for whole, codes in shares), "twice a step"
+    assert sum(codes for whole, codes in shares if codes < whole) == 88 * 1028, "the blocks' linear layers"
 
 
 def test_other_layers_keep_their_products() -> None:

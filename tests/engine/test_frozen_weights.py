@@ -177,10 +177,12 @@ def test_what_is_not_in_codes_is_named_and_what_cannot_be_is_refused() -> None:
         "model.embed_tokens.weight, lm_head.weight, 7 vectors and small matrices"
     )
     assert Engine(build(adapted)).told_frozen_weights == ""
-    with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, nf4"):
+    with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, fp8, nf4"):
         Engine(build(adapted), frozen_weights="int4")
     with pytest.raises(ConfigError, match="frozen_weights is nf4, but the model has no frozen weights"):
         Engine(build(llama), frozen_weights="nf4")
+    with pytest.raises(ConfigError, match="frozen_weights is fp8, .*: linear layers in blocks with 1024 inputs and"):
+        Engine(build(adapted), frozen_weights="fp8")
     with pytest.raises(ConfigError, match=r"cannot change model.layers.0.mlp.up_proj.weight: .*frozen_weights exact"):
         engine.edit(["model.layers.0.mlp.up_proj.weight"])
     for _, value in engine.edit(["model.layers.0.mlp.up_proj.bias"]):

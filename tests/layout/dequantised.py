@@ -44,7 +44,25 @@ def nf4(weights: Tensor) -> Tensor:
     return torch.cat([level * size for level, size in zip(levels, torch.cat(magnitudes), strict=True)])
 
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"int8": int8, "nf4": nf4}
+def fp8(weights: Tensor) -> Tensor:
+    """Nearest e4m3 number (to an even one, between two) per element, scaled by the largest magnitude of all over 448.
+
+    Weights are first rounded to bf16, away from zero between two numbers. The product is exact in float64.
+    """
+    bits = (weights.float().view(torch.int32) + 0x8000) & -0x10000
+    used = bits.view(torch.float32)
+    scale = used.abs().max().clamp(min=1e-12) / torch.tensor(448.0)
+    normal = [(1 + mantissa / 8) * 2.0**exponent for exponent in range(-6, 9) for mantissa in range(8)]
+    numbers = torch.tensor([mantissa / 512 for mantissa in range(8)] + normal[:-1])  # the last one is NaN
+    above = torch.searchsorted(numbers, used.div(scale).abs()).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    sizes = used.div(scale).abs().double()
+    away, towards = numbers[above].double() - sizes, sizes - numbers[below].double()
+    nearest = torch.where((away < towards) | ((away == towards) & (above % 2 == 0)), above, below)
+    return (numbers[nearest].copysign(used).double() * scale.double()).float()
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"int8": int8, "fp8": fp8, "nf4": nf4}
 """Reference function by codec name."""
 
 

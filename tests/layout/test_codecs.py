@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.extras.quant import codecs as quant_codecs
+from offload.extras.quant.casts import to_fp8
 from offload.extras.quant.codecs import Nf4Codec
 from offload.layout import codecs
 from offload.layout.codecs import CODECS, QuantizedCodec, decoded
@@ -92,13 +93,27 @@ def test_nf4_is_that_of_bitsandbytes(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_codes_stand_for_is_what_plain_arithmetic_gives(name: str) -> None:
-    """Exact in int8. In nf4 the last bits of dynamic map numbers can differ. 16-bit results are rounded."""
+    """Exact in int8 and fp8. In nf4 the last bits of dynamic map numbers can differ. 16-bit results are rounded."""
     for numel in (4096, 16384 + 128, 50_001):
         values = weights(numel, seed=numel)
         found, wanted = decoded(CODECS[name], values, torch.float32), PLAIN[name](values)
-        torch.testing.assert_close(found, wanted, rtol=0 if name == "int8" else 1e-6, atol=0)
+        torch.testing.assert_close(found, wanted, rtol=1e-6 if name == "nf4" else 0, atol=0)
         for dtype in (torch.bfloat16, torch.float16):
             assert torch.equal(decoded(CODECS[name], values, dtype), found.to(dtype))
+
+
+def test_decoded_fp8_weights_are_cast_to_the_codes_of_the_weights() -> None:
+    """For all mantissas of a largest magnitude, and weights at and between all codes.
+
+    Break: another scale than that of the cast.
+    """
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 448
+    sizes = torch.cat([numbers, -numbers, (numbers[1:] + numbers[:-1]) / 2])
+    for mantissa in range(128):
+        values = (sizes * (128 + mantissa) * 2.0 ** (mantissa % 40 - 37)).bfloat16().view(4, -1)
+        read = decoded(CODECS["fp8"], values.flatten(), torch.bfloat16).view_as(values)
+        for found, wanted in zip(to_fp8(read, by_row=False), to_fp8(values, by_row=False), strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), mantissa
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -80,7 +80,7 @@ def test_every_operation_is_rounded_by_itself(function: str, states: str, num_mo
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "nf4"])
 def test_decoding_stores_whole_lines_and_rounds_each_product(codec: str, architecture: str) -> None:
     for dtype, num_lines in ((torch.bfloat16, 1), (torch.float32, 2)):
         ptx, _ = assembled(device_kernels.program(codec, dtype), architecture)

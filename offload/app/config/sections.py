@@ -784,7 +784,7 @@ class OffloadSection(Section):
     replica_states: Literal["whole", "shared"] = "whole"
     dispatch: Literal["auto", "never", "always"] = "never"
     throttle: Throttle = None
-    frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
+    frozen_weights: Literal["exact", "int8", "fp8", "nf4"] = "exact"
     link_weights: Literal["exact", "int8"] = "exact"
     link_gradients: Literal["exact", "int8", "int4"] = "exact"
     device: str | None = None

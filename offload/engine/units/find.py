@@ -175,7 +175,10 @@ def describe_parameters(
         kept = {number for each in (model, *companions.values()) for number in _kept_in_fp32(each)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
-    in_blocks = {id(parameter) for block in find_blocks(model) for parameter in block.parameters()}
+    blocks = list(find_blocks(model))
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    codec = CODECS[frozen_weights]
+    in_codes = set(map(id, codec.choose(blocks, kept)))
     stacks = {id(stack) for module in model.modules() for stack in _stacks_of_experts(module)}
     quantized, infos = quantized or {}, []
     _check_quantized(named, quantized, frozen_weights)
@@ -217,13 +220,13 @@ def describe_parameters(
             info = replace(info, codec=quantized[parameter])
         elif info.can_be_quantized and info.trainable:
             info = replace(info, link=LINK_CODECS[link_weights])
-        elif info.can_be_quantized and position_flags[1] and not position_flags[0]:  # in a block, and no table
-            info = replace(info, codec=CODECS[frozen_weights])
+        elif info.can_be_quantized and id(parameter) in in_codes and not position_flags[0]:  # no table
+            info = replace(info, codec=codec)
         infos.append(info)
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
         raise ConfigError(
             f"offload.frozen_weights is {frozen_weights}, but the model has no frozen weights for this format: "
-            f"matrices in blocks with {LEAST_NUMEL} elements or more. Train an adapter over them (--lora.rank), "
+            f"{codec.choice}. Train an adapter over them (--lora.rank), "
             "freeze them (--optimizer.freeze; in Python requires_grad=False before Engine()), or set "
             "--offload.frozen_weights exact."
         )

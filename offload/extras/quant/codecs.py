@@ -50,7 +50,7 @@ class IntegerCodec(GradientCodec):
             rest.copy_(torch.where(is_zero, rest.view(-1, self.block), new_error).view(-1))
 
     def workspace_bytes(self, numel: int) -> int:
-        return min(numel, codecs.PIECE_NUMEL) // self.block * self.record_bytes
+        return copy_bytes(self, numel)
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         if kernels.can_decode(out):
@@ -58,13 +58,9 @@ class IntegerCodec(GradientCodec):
             return
         if device_kernels.decode(self, records, out, workspace):
             return
-        for piece_records, weights in _pieces(self, records, out):
-            # a copy, because the weights may overwrite the records
-            piece_records = workspace[: piece_records.numel()].view(piece_records.shape).copy_(piece_records)
+        for copies, weights in copied_pieces(self, records, out, workspace):
             # rounds to the weight dtype
-            torch.mul(
-                self._numbers(piece_records), piece_records[:, -4:].view(torch.float32), out=weights.view(-1, 128)
-            )
+            torch.mul(self._numbers(copies), copies[:, -4:].view(torch.float32), out=weights.view(-1, 128))
 
     def _records(self, values: Tensor) -> Tensor:
         """Quantize flat fp32 values into records."""
@@ -209,6 +205,19 @@ def _pieces(codec: QuantizedCodec, records: Tensor, out: Tensor) -> Iterator[tup
     """Yield pairs of records [n, bytes] and the weights to decode them into, in order."""
     rows, step = records.view(-1, codec.record_bytes), codecs.PIECE_NUMEL // codec.block
     return zip(rows.split(step), out.split(codecs.PIECE_NUMEL), strict=True)
+
+
+def copy_bytes(codec: QuantizedCodec, numel: int) -> int:
+    """Return the workspace bytes for `copied_pieces`."""
+    return min(numel, codecs.PIECE_NUMEL) // codec.block * codec.record_bytes
+
+
+def copied_pieces(
+    codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield `_pieces` with the records copied into the workspace, because the weights may overwrite them."""
+    for piece, weights in _pieces(codec, records, out):
+        yield workspace[: piece.numel()].view(piece.shape).copy_(piece), weights
 
 
 def _as_fp32(piece: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Decoding on a GPU in few kernel launches, compiled at run time (`csrc/device_codes.inl`): int8, int4, nf4 and mxfp4
-to float32, bfloat16 or float16. Other codecs, and devices without run-time compilation, decode by torch operations.
-Before first use a kernel must reproduce the host's bits on records with all codes.
+"""Decoding on a GPU in few kernel launches, compiled at run time (`csrc/device_codes.inl`): int8, int4, fp8, nf4 and
+mxfp4 to float32, bfloat16 or float16. Other codecs, and devices without run-time compilation, decode by torch
+operations. Before first use a kernel must reproduce the host's bits on records with all codes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from offload.native.run_time_kernels import ELEMENTS, Launch, Program, RunTimeKe
 _NAMES = {
     "int8": "decode_whole_on_device<8, {}>",
     "int4": "decode_whole_on_device<4, {}>",
+    "fp8": "decode_fp8_on_device<{}>",
     "nf4": "decode_nf4_on_device<{}>",
     "mxfp4": "decode_mxfp4_on_device<{}>",
 }

@@ -39,7 +39,7 @@ from offload.planning.settings import Settings
 ROWWISE = "fp8_rowwise"
 LEAST_SIZE = 1024
 """Smallest K and N of a layer. Below, the casts take longer than the product saves; routers are smaller, too."""
-_MULTIPLE = 16
+MULTIPLE = 16
 """Sizes in FP8 products are multiples of this number."""
 _OTHERS = {ROWWISE: "fp8_tensorwise", "fp8_tensorwise": ROWWISE}
 _TRIED_ERROR = 0.1
@@ -84,8 +84,8 @@ class _Product(torch.autograd.Function):
 
 
 def _by_column(matrix: ScaledMatrix) -> ScaledMatrix:
-    """Return the transposed matrix, with columns of zeros up to a multiple of `_MULTIPLE`: a product sums over them."""
-    missing = -len(matrix.values) % _MULTIPLE
+    """Return the transposed matrix, with columns of zeros up to a multiple of `MULTIPLE`: a product sums over them."""
+    missing = -len(matrix.values) % MULTIPLE
     if not missing:
         return transposed(matrix)
     values = nn.functional.pad(matrix.values.view(torch.uint8), (0, 0, 0, missing)).view(matrix.values.dtype)
@@ -192,7 +192,7 @@ class Fp8Products(Stage):
 
     @classmethod
     def beside(cls, model: nn.Module, settings: Settings) -> Callable[[UnitCandidate], int]:
-        layers = frozenset(_find_layers(model))
+        layers = frozenset(find_layers(find_blocks(model)))
 
         def num_bytes(unit: UnitCandidate) -> int:
             shapes = [_shape_of(place.module) for place in _places_in(unit.places, layers)]
@@ -204,7 +204,7 @@ class Fp8Products(Stage):
     def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
         forward = _linear_by_row if settings.matmul == ROWWISE else _linear_by_matrix
         # Methods, because torch.compile makes a graph for each object in a `partial`.
-        return forwards_replaced({layer: MethodType(forward, layer) for layer in _find_layers(model)})
+        return forwards_replaced({layer: MethodType(forward, layer) for layer in find_layers(find_blocks(model))})
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         if self._accelerator is not None and not self._accelerator.is_on_default_stream:
@@ -270,21 +270,20 @@ def _try_recipe(accelerator: Accelerator, matmul: str) -> None:
     )
 
 
-def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+def _linears(blocks: Iterable[nn.Module]) -> Iterator[nn.Linear]:
     """Yield the linear layers of blocks with the forward of torch, each once."""
-    modules = dict.fromkeys(module for block in find_blocks(model) for module in block.modules())
-    for module in modules:
+    for module in dict.fromkeys(module for block in blocks for module in block.modules()):
         # A subclass with another forward may read the weight in any way.
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             yield module
 
 
-def _find_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the layers that multiply in FP8."""
+def find_layers(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Return the layers of blocks that multiply in FP8."""
     return [
         layer
-        for layer in _linears(model)
-        if all(size >= LEAST_SIZE and size % _MULTIPLE == 0 for size in _shape_of(layer))
+        for layer in _linears(blocks)
+        if all(size >= LEAST_SIZE and size % MULTIPLE == 0 for size in _shape_of(layer))
     ]
 
 
@@ -300,14 +299,15 @@ def _shape_of(layer: nn.Linear) -> tuple[int, int]:
 
 def _check_layers(model: nn.Module, settings: Settings) -> list[nn.Linear]:
     """Return the layers that multiply in FP8. Raises ConfigError for none."""
-    if layers := _find_layers(model):
+    blocks = list(find_blocks(model))
+    if layers := find_layers(blocks):
         return layers
-    shapes = [_shape_of(layer) for layer in _linears(model)]
+    shapes = [_shape_of(layer) for layer in _linears(blocks)]
     largest = max(shapes, key=lambda shape: (min(shape), max(shape)), default=None)
     found = "have no torch.nn.Linear"
     if largest is not None:
         found = f"have none; the largest has {list(largest)}"
     raise ConfigError(
         f"train.matmul is {settings.matmul}, for linear layers of {LEAST_SIZE} or more inputs and outputs, in "
-        f"multiples of {_MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."
+        f"multiples of {MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."
     )
