@@ -21,7 +21,7 @@ from offload.extras.large import kept_products, tiles
 from offload.extras.large.expert_rows import RecordRows
 from offload.extras.large.streamed_experts import StreamedExperts
 from offload.extras.quant import fp8_codec
-from offload.extras.quant.casts import ScaledMatrix, to_fp8
+from offload.extras.quant.casts import scale_of
 from offload.extras.quant.codecs import IntegerCodec
 from offload.extras.quant.weight_codes import WeightCodes
 from offload.tiers.slots import Slots
@@ -225,9 +225,4 @@ def fp8_codes_of_earlier_weights(patch: pytest.MonkeyPatch) -> None:
 def fp8_codes_of_other_scales_than_products(patch: pytest.MonkeyPatch) -> None:
     """Frozen weights are encoded with a scale half as large again as that of their products."""
 
-    def cast(matrix: torch.Tensor, *, by_row: bool, out: ScaledMatrix) -> None:
-        found = to_fp8(matrix, by_row=by_row)
-        out.scale.copy_(1.5 * found.scale)
-        out.values.copy_((matrix.float() / out.scale).to(torch.float8_e4m3fn))
-
-    patch.setattr(fp8_codec, "to_fp8", cast)
+    patch.setattr(fp8_codec, "scale_of", lambda amax: 1.5 * scale_of(amax))

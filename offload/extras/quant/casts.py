@@ -57,13 +57,18 @@ def to_fp8(
     return _by_operations(matrix, by_row, dtype, out)
 
 
+def scale_of(amax: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Return the scale of a matrix or of its rows, given the largest absolute value in fp32."""
+    # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
+    return amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
+
+
 def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype, out: ScaledMatrix | None = None) -> ScaledMatrix:
     dims: int | tuple[int, int] = (0, 1)
     if by_row:
         dims = 1
     amax = torch.linalg.vector_norm(matrix, math.inf, dim=dims, keepdim=True).float()
-    # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
-    scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
+    scale = scale_of(amax, dtype)
 
     def divide(rows: Tensor, divisor: Tensor) -> Tensor:
         return (rows / divisor).to(dtype, memory_format=torch.contiguous_format)

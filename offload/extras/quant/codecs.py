@@ -64,7 +64,7 @@ class IntegerCodec(GradientCodec):
 
     def _records(self, values: Tensor) -> Tensor:
         """Quantize flat fp32 values into records."""
-        weights = _in_blocks(values, self.block)
+        weights = in_blocks(values, self.block)
         scale = weights.abs().amax(1, keepdim=True).div_(self.max_integer)
         numbers = (
             weights.div_(scale.clamp(min=_LEAST_SCALE))
@@ -152,7 +152,7 @@ class Nf4Codec(QuantizedCodec):
         # The mean is over all scales of the parameter, so no record is complete before the last piece.
         of_sizes, maxima, mean = _encode_scales(torch.cat(sizes))
         parts = (
-            _in_blocks(torch.cat(codes), 8192),
+            in_blocks(torch.cat(codes), 8192),
             of_sizes,
             maxima.view(torch.uint8),
             mean.view(1, 1).view(torch.uint8).expand(len(maxima), 4),
@@ -225,7 +225,7 @@ def _as_fp32(piece: Tensor) -> Tensor:
     return piece.cpu().float().contiguous()
 
 
-def _in_blocks(values: Tensor, block: int) -> Tensor:
+def in_blocks(values: Tensor, block: int) -> Tensor:
     """Copy flat values into blocks [n, block], padded with zeros. Floats become fp32."""
     if values.is_floating_point():
         values = values.float()
@@ -258,7 +258,7 @@ def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     number. bitsandbytes on a GPU rounds to the map directly; one code in 500 differs.
     """
     mean = _mean(scales)
-    blocks = _in_blocks(scales - mean, 256)
+    blocks = in_blocks(scales - mean, 256)
     maxima = blocks.abs().amax(1, keepdim=True)
     on_grid = (blocks / maxima).add_(1).mul_(_GRID / 2).add_(0.5).floor_().mul_(2 / _GRID).sub_(1)
     codes = torch.bucketize(on_grid, _borders(dynamic_map()), out_int32=True).to(torch.uint8)

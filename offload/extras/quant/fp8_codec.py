@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.extras.quant import device_kernels, products
-from offload.extras.quant.casts import ScaledMatrix, to_fp8
-from offload.extras.quant.codecs import copied_pieces, copy_bytes
+from offload.extras.quant.casts import scale_of
+from offload.extras.quant.codecs import copied_pieces, copy_bytes, in_blocks
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
 from offload.native.kernels import split
 
@@ -42,14 +42,17 @@ class Fp8Codec(QuantizedCodec):
 
     def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         # The scale is the largest magnitude of the parameter, so no record is complete before the last piece.
-        weights = torch.cat([_as_used(piece) for piece in pieces])
-        blocks = nn.functional.pad(weights, (0, -len(weights) % self.block)).view(-1, self.block)
-        records = torch.empty(len(blocks), self.record_bytes, dtype=torch.uint8, device="cpu")
-        scale = torch.empty(1, 1, dtype=torch.float32, device="cpu")
-        codes = records[:, : self.block].view(torch.float8_e4m3fn)
-        to_fp8(blocks, by_row=False, out=ScaledMatrix(codes, scale))
-        records[:, self.block :] = scale.view(torch.uint8)
-        yield 0, len(weights), records.view(-1)
+        weights = [_as_used(piece) for piece in pieces]
+        amax = torch.stack([part for piece in weights for part in torch.aminmax(piece)]).float().abs().amax()
+        scale = scale_of(amax)
+        end = 0
+        for piece in weights:
+            begin, end = end, end + len(piece)
+            quotients = in_blocks(piece, self.block).div_(scale)
+            records = torch.empty(len(quotients), self.record_bytes, dtype=torch.uint8, device="cpu")
+            records[:, : self.block].view(torch.float8_e4m3fn).copy_(quotients)
+            records[:, self.block :] = scale.view(1).view(torch.uint8)
+            yield begin, end, records.view(-1)
 
     def workspace_bytes(self, numel: int) -> int:
         return copy_bytes(self, numel)
