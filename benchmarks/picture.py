@@ -35,10 +35,10 @@ def make_folder(path: Path) -> None:
         raise _not_written(path, error) from None
 
 
-def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str, least: float = 0.0) -> list[Path]:
+def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
     """Write lines with (x, y) points, by name, to PATH.svg and PATH-dark.svg. Returns both paths.
 
-    x must be positive. Ticks double from one to the next. `least`: where the axis of y begins. Raises DiskError.
+    x must be positive. Ticks double from one to the next. Raises DiskError.
     """
     stem = path.with_suffix("") if path.suffix == ".svg" else path
     make_folder(stem)
@@ -46,7 +46,7 @@ def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name:
     for suffix, theme in (("", _LIGHT), ("-dark", _DARK)):
         file = stem.with_name(f"{stem.name}{suffix}.svg")
         with mock.patch.multiple("leather.theme", **_FONTS, **theme):  # leather has one theme for the process
-            text = _chart(title, lines, x_name, y_name, least)
+            text = _chart(title, lines, x_name, y_name)
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -62,7 +62,7 @@ def _not_written(path: Path, error: OSError) -> DiskError:
     return DiskError(f"{path} cannot be written: {errno_text(code)}; set --picture to another file.", code, path)
 
 
-def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str, least: float) -> str:
+def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> str:
     import leather
 
     chart = leather.Chart(title)
@@ -78,7 +78,7 @@ def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str, leas
             chart.add_dots(points, name=name, fill_color=color)
     low, high = math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1]))
     chart.add_x_scale(low, max(high, low + 1))
-    chart.add_y_scale(least, least + (most - least) * 1.1)
+    chart.add_y_scale(0, most * 1.1)
     ticks = list(range(low, max(high, low + 1) + 1))
     chart.add_x_axis(ticks=ticks, tick_formatter=lambda value, *_: _short(2.0 ** float(value)), name=x_name)
     chart.add_y_axis(tick_formatter=lambda value, *_: _short(float(value)), name=y_name)
