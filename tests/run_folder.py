@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,12 @@ def write_text(folder: Path, count: int = 400) -> Path:
     """Write text.txt with `count` lines. Returns the path."""
     path = folder / "text.txt"
     path.write_text("\n".join(numbers(count)))
+    return path
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows to a file of JSON lines. Returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -54,6 +61,14 @@ def environment(cache: Path) -> dict[str, str]:
 def lines_of(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def assert_as_planned(run: Path) -> dict[str, Any]:
+    """Check that the last step of a run moved the bytes of its plan over each link. Returns the plan."""
+    plan: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    last = lines_of(run)[-1]
+    assert {link: last[f"{link}_bytes"] for link in plan["lane_bytes"]} == plan["lane_bytes"]
+    return plan
 
 
 def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from offload.extras.data.tokenizer import train_bpe
+from tests.run_folder import write_rows
 
 COLOURS = ("red", "green", "blue", "white")
 QUESTION = "What colour is the square?"
@@ -116,5 +116,4 @@ def rows_file(path: Path, rows: Sequence[Any]) -> Path:
     """Write rows as JSON lines, with the squares in the same folder."""
     for colour in COLOURS:
         square(path.parent / "squares" / f"{colour}.png", colour)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.threads import torch_threads
+
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def numbers(*sizes, dtype=torch.float32, seed=0):

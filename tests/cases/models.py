@@ -191,7 +191,6 @@ class CentredModel(nn.Module):
 
 
 CAUSAL: tuple[Callable[[], nn.Module], ...] = (llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba)
-UNSHIFTED: tuple[Callable[[], nn.Module], ...] = (bert, t5)
 
 
 @dataclass(frozen=True)

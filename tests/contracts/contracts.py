@@ -21,7 +21,7 @@ from tests.cases.features import CASES, PLACES, Case, Cell
 from tests.cases.models import build
 from tests.cases.run import Step, Training, small
 from tests.disks import nameless
-from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_same_states, train_both, weights
 from tests.engine.device import own_device, set_seed
 from tests.engine.inside import (
     assert_parked,
@@ -129,18 +129,7 @@ def assert_equal(found: Run, wanted: Run) -> None:
     """Compare runs bit for bit: losses, norms, weights, optimizer states."""
     assert found.steps == wanted.steps
     assert_same(found.weights, wanted.weights)
-    assert {name: state.num_steps for name, state in found.states.items()} == {
-        name: state.num_steps for name, state in wanted.states.items()
-    }
-    for name, state in wanted.states.items():
-        other = found.states[name]
-        for mine, theirs in zip(
-            (state.exp_avg, state.exp_avg_sq, *state.others.values()),
-            (other.exp_avg, other.exp_avg_sq, *other.others.values()),
-            strict=True,
-        ):
-            assert (mine is None) == (theirs is None), name
-            assert mine is None or same_bits(mine, theirs), name
+    assert_same_states(found.states, wanted.states)
 
 
 # -- the contracts ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from offload.extras.data.settings import DataSettings
 from offload.extras.data.sources import Source
 from offload.extras.data.tokenizer import train_bpe
 from tests.data.asked import source_of
+from tests.run_folder import write_rows
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog. A streamed block is fetched, computed and freed.\n"
@@ -68,8 +68,6 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
     """Return a function: write records as JSON lines, and return the path."""
 
     def write(name: str, *records: Any) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path
+        return write_rows(tmp_path / name, records)
 
     return write

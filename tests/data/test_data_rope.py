@@ -14,6 +14,7 @@ from offload import Trainer
 from offload.app.hf.models import rope_limit
 from offload.errors import ConfigError
 from tests.data.asked import source_of
+from tests.run_folder import write_rows
 
 LIMIT, LENGTH = 9, 48
 LONGROPE = {
@@ -50,8 +51,7 @@ def first_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     phi3().save_pretrained(tmp_path / "model")
 
     def train(rows: list[list[int]], size: int, **data: Any) -> float:
-        source = tmp_path / "rows.jsonl"
-        source.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+        source = write_rows(tmp_path / "rows.jsonl", ({"input_ids": row} for row in rows))
         folder = tmp_path / f"run-{size}-{len(list(tmp_path.iterdir()))}"
         config = {
             "run": {"dir": str(folder)},
@@ -86,7 +86,7 @@ def test_all_batches_have_one_width_if_a_row_is_beyond_the_limit(dataset_of: Any
     files = tmp_path / "long.jsonl", tmp_path / "short.jsonl"
     for file, most in zip(files, (LIMIT + 1, LIMIT), strict=True):
         rows = [[3] * (2 + number * (most - 2) // 23) for number in range(24)]
-        file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+        write_rows(file, ({"input_ids": row} for row in rows))
     for by_length in (False, True):
         data = dataset_of(
             files[0], eval_sources=[source_of(str(files[1]))], rope_limit=LIMIT, group_by_length=by_length

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload import AdamW, Engine, Placement
 from tests.engine.device import set_seed
-from tests.engine.inside import updating_device
+from tests.engine.inside import State, updating_device
 from tests.engine.reference import Batch, LossFunction, Reference
 
 PROPORTIONAL = AdamW(lr=0.05, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
@@ -157,6 +157,22 @@ def assert_same(
         if (apart := (found[name].cpu() - value.cpu()).abs().max().item()) > within * scales[name.rpartition(".")[0]]
     }
     assert not far, f"{when}: too far apart, as a share of the layer's scale: {far}"
+
+
+def assert_same_states(found: Mapping[str, State], wanted: Mapping[str, State]) -> None:
+    """Compare optimizer states and update counts bit for bit, by parameter name."""
+    assert {name: state.num_steps for name, state in found.items()} == {
+        name: state.num_steps for name, state in wanted.items()
+    }
+    for name, state in wanted.items():
+        other = found[name]
+        for mine, theirs in zip(
+            (state.exp_avg, state.exp_avg_sq, *state.others.values()),
+            (other.exp_avg, other.exp_avg_sq, *other.others.values()),
+            strict=True,
+        ):
+            assert (mine is None) == (theirs is None), name
+            assert mine is None or same_bits(mine, theirs), name
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

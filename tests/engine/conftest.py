@@ -9,14 +9,13 @@ import torch
 
 from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
+from tests.threads import torch_threads
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

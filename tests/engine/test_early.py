@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from offload import Engine, Placement
@@ -18,7 +17,7 @@ from offload.errors import DiskError, TornError
 from offload.planning import disk
 from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes
 from tests.cases.models import build
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, assert_same_states, weights
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.test_giving_up import Told, raise_in_backward
@@ -63,10 +62,7 @@ class Pair:
         assert not [stretch for stretch in ring._slices if stretch.is_open]
 
     def compare(self) -> None:
-        found, wanted = states(self.on_disk), states(self.in_memory)
-        for name, state in wanted.items():
-            assert found[name].num_steps == state.num_steps
-            assert torch.equal(found[name].exp_avg, state.exp_avg), name
+        assert_same_states(states(self.on_disk), states(self.in_memory))
         assert_same(weights(self.on_disk), weights(self.in_memory))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from offload import Engine, MeZO
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from tests.cases.models import build, llama, tokens
-from tests.engine.compare import assert_same, assert_weights, same_bits, step_of, weights
+from tests.engine.compare import assert_same, assert_same_states, assert_weights, step_of, weights
 from tests.engine.device import cpu_only
 from tests.engine.handmade import Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
@@ -61,10 +61,7 @@ def untouched(engine: Engine) -> Iterator[None]:
     before, states_before = weights(engine), states(engine)
     yield
     assert_same(weights(engine), before)
-    for name, state in states(engine).items():
-        assert state.num_steps == states_before[name].num_steps, name
-        assert same_bits(state.exp_avg, states_before[name].exp_avg), name
-        assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq), name
+    assert_same_states(states(engine), states_before)
 
 
 @pytest.mark.parametrize(("block", "precision"), quick([(0, "fp32"), (2, "bf16")], [(0, "fp32")]))

@@ -23,7 +23,7 @@ from offload.planning import disk
 from offload.tiers import nvme
 from tests.cases.models import build, llama, tokens
 from tests.disks import nameless
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, assert_same_states, weights
 from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, deep
@@ -80,10 +80,7 @@ def in_memory(make: Maker, num_steps: int, precision: str) -> Any:
 def assert_equal(found: Any, wanted: Any) -> None:
     assert found[0] == wanted[0]
     assert_same(found[1], wanted[1])
-    for name, state in wanted[2].items():
-        assert found[2][name].num_steps == state.num_steps
-        assert torch.equal(found[2][name].exp_avg, state.exp_avg), name
-        assert torch.equal(found[2][name].exp_avg_sq, state.exp_avg_sq), name
+    assert_same_states(found[2], wanted[2])
 
 
 def host_memory_for(make: Maker, precision: str, fraction: float) -> int:

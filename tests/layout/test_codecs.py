@@ -17,6 +17,7 @@ from offload.extras.quant.codecs import Nf4Codec
 from offload.layout import codecs
 from offload.layout.codecs import CODECS, QuantizedCodec, decoded
 from tests.layout.dequantised import PLAIN
+from tests.threads import torch_threads
 
 CODES = """
 0ec8521fda7410ec9531fdb7420eda631feb8521fda7310ec9521fdb7420ed9631feb8521fda6310ec9521fdb7420ec9631feb8420fda631
@@ -118,7 +119,7 @@ def test_decoded_fp8_weights_are_cast_to_the_codes_of_the_weights() -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_records_are_the_same_by_any_pieces_and_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, values, threads = CODECS[name], weights(3 * 16384 + 999), torch.get_num_threads()
+    codec, values = CODECS[name], weights(3 * 16384 + 999)
     assert isinstance(codec, QuantizedCodec)
     whole = records_of(codec, values)
     assert torch.equal(records_of(codec, values, piece=16384), whole)
@@ -127,21 +128,15 @@ def test_records_are_the_same_by_any_pieces_and_threads(name: str, monkeypatch: 
     assert torch.equal(decoded(codec, values, torch.float32), seen)
     place = slice(16384 + 5, 2 * 16384 + 77)
     assert torch.equal(codec.read(whole.view(-1), place, torch.float32), seen[place])
-    try:
-        torch.set_num_threads(3)
+    with torch_threads(3):
         assert torch.equal(records_of(codec, values), whole)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_a_mean_is_the_same_by_any_number_of_threads() -> None:
-    values, threads, found = weights(1 << 20).abs(), torch.get_num_threads(), set()
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
+    values, found = weights(1 << 20).abs(), set()
+    for number in (1, 2, 3):
+        with torch_threads(number):
             found.add(quant_codecs._mean(values).item())
-    finally:
-        torch.set_num_threads(threads)
     assert len(found) == 1
 
 

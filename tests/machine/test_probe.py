@@ -28,6 +28,7 @@ from tests.disks import nameless
 from tests.engine.device import cpu_only
 from tests.machine.test_quota import second_version
 from tests.matrix import quick
+from tests.threads import torch_threads
 
 SMALL = Sizes(link_bytes=1 << 20, core_bytes=1 << 20, device_bytes=1 << 20, disk_bytes=1 << 20, disk_s=0.01)
 RATES = {
@@ -225,11 +226,9 @@ def test_what_depends_on_something_else_is_measured_again(
 def test_a_quota_of_cpu_time_is_noted(tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe("cpu", cache_dir=tmp_path).notes == ()
     monkeypatch.setattr(system, "ROOT", second_version(tmp_path / "tree", box="150000 100000"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    (note,) = probe("cpu", cache_dir=tmp_path).notes
-    is_bounded = torch.get_num_threads() == 1
-    torch.set_num_threads(before)
+    with torch_threads(3):
+        (note,) = probe("cpu", cache_dir=tmp_path).notes
+        is_bounded = torch.get_num_threads() == 1
     assert ", a quota of 1.5 (/sys/fs/cgroup/pod/box/cpu.max): torch, its compiler and the kernels use no more" in note
     assert is_bounded, "measured as in a run"
     assert measured == ["machine"] * 2, "other rates"

@@ -17,6 +17,7 @@ from offload.errors import ConfigError
 from offload.extras.rules import factored, muon
 from offload.native import kernels
 from offload.optim.rule import ParameterTraits, UpdateRule, UpdateStep
+from tests.threads import torch_threads
 
 SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), ()]
 
@@ -25,13 +26,6 @@ SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), 
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (factored, muon):
         monkeypatch.setattr(module, "PIECE", request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Alone:
@@ -117,12 +111,12 @@ def test_adalomo_is_the_papers(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("rule", [Adafactor(), AdaLomo()])
-def test_neither_threads_nor_halves_of_the_master_change_a_bit(rule: UpdateRule, threads: None) -> None:
+def test_neither_threads_nor_halves_of_the_master_change_a_bit(rule: UpdateRule) -> None:
     shape, found = (700, 601), []
     for count, is_split in ((1, False), (4, False), (3, True)):
-        torch.set_num_threads(count)
         alone = Alone(rule, drawn(shape, 0), is_split)
-        found.append([alone.step(drawn(shape, seed).bfloat16(), scale=0.7) for seed in range(3)])
+        with torch_threads(count):
+            found.append([alone.step(drawn(shape, seed).bfloat16(), scale=0.7) for seed in range(3)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 

@@ -11,6 +11,7 @@ import yaml
 
 from offload.app.telemetry.trace import Trace
 from offload.lanes.timeline import Span
+from tests.run_folder import write_rows
 
 LANES = ("compute", "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 CONFIG: dict[str, Any] = {
@@ -84,7 +85,7 @@ def write_run(
     (path / "plan.json").write_text(json.dumps(plan))
     env = {"world_size": 1, "host": "elsewhere", "pids": [1], "gpus": [], "cpu": {"name": "A CPU", "num_cores": 2}}
     (path / "env.json").write_text(json.dumps(env))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    write_rows(path / "metrics.jsonl", lines)
     if with_trace:
         trace, now = Trace(path / "trace.json.gz", LANES, is_serial=False), 100.0
         for each in lines:

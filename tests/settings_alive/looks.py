@@ -29,6 +29,7 @@ from offload.extras.data.tokenizer import train_bpe
 from offload.extras.plan import alternatives
 from offload.machine.hardware import Hardware, Rates
 from tests.cases.features import limits_of
+from tests.run_folder import write_rows
 from tests.settings_alive.table import BASES
 
 Figures = Mapping[str, Any]
@@ -79,12 +80,12 @@ def write_files(folder: Path) -> None:
     (folder / "text.txt").write_text("".join(counted))
     (folder / "other.txt").write_text("".join(f"not {line}" for line in reversed(counted)))
     (folder / "short.txt").write_text("".join(counted[:8]))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(_row(number)) + "\n" for number in range(40)))
+    write_rows(folder / "rows.jsonl", map(_row, range(40)))
     (folder / "bad.jsonl").write_text("{\n" + "".join(json.dumps({"text": line}) + "\n" for line in counted))
     pairs = [{"prompt": f"{n} and ", "chosen": f"{n + 1}" + "!" * (n % 3), "rejected": "no"} for n in range(24)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(folder / "pairs.jsonl", pairs)
     queries = [{"query": f"after {n}?", "positive": f"{n + 1}!", "negatives": [f"{n} no"]} for n in range(24)]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(query) + "\n" for query in queries))
+    write_rows(folder / "queries.jsonl", queries)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_LLAMA))
     model.save_pretrained(folder / "model")

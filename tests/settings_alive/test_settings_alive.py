@@ -7,19 +7,17 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.settings_alive import table
 from tests.settings_alive.looks import Looks
 from tests.settings_alive.table import BASES, NOT_SHOWN, ROWS, Row
+from tests.threads import torch_threads
 
 
 @pytest.fixture(scope="module")
 def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Looks]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Looks(tmp_path_factory.mktemp("looks"))
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield Looks(tmp_path_factory.mktemp("looks"))
 
 
 def test_each_setting_and_each_choice_has_a_row_or_a_reason() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload.app.config.config import Config
 from offload.app.training import planner, records
@@ -18,6 +17,7 @@ from offload.engine.engine import Engine
 from offload.extras.plan import alternatives
 from offload.machine.hardware import Hardware, Rates
 from tests.run_folder import SHAPE, lines_of, write_shape, write_text
+from tests.threads import torch_threads
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"num_hidden_layers": 3},
@@ -56,10 +56,8 @@ def _little_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Set one torch thread: steps with a few microseconds gain nothing from threads and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

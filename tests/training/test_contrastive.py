@@ -45,7 +45,7 @@ from tests.engine.device import own_device, twin
 from tests.engine.ranks import run as run_ranks
 from tests.integrations.plain import letters, needs
 from tests.matrix import matrix, quick
-from tests.run_folder import numbers
+from tests.run_folder import assert_as_planned, numbers, write_rows
 from tests.training.conftest import HOST, SHAPES
 
 VOCABULARY = 96
@@ -352,9 +352,7 @@ def pairs(tmp_path: Path) -> str:
         for thing in THINGS
         for number in range(4)
     ]
-    path = tmp_path / "queries.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return str(path)
+    return str(write_rows(tmp_path / "queries.jsonl", found))
 
 
 def asked(pairs: str, **more: Any) -> dict[str, Any]:
@@ -402,8 +400,7 @@ def test_a_cut_text_ends_as_the_tokenizer_ends_it(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A <eos>", special_tokens=ends)
     tokenizer.save_pretrained(tmp_path)
     texts = ["seashell", "a", "snow", "the long sea of sand"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"query": text, "positive": text}) + "\n" for text in texts))
+    path = write_rows(tmp_path / "rows.jsonl", ({"query": text, "positive": text} for text in texts))
     source = Source((str(path),), "contrastive")
     data = build_dataset(
         DataSettings(
@@ -472,18 +469,14 @@ def test_the_plan_is_the_run(run: Any, with_plan: None, pairs: str, tmp_path: Pa
     own = {"train__micro_batch_size": 4, "train__recompute": "always", "train__steps": 5}
     own |= {"train__batch_size": 32, "contrastive__negatives": 2, "data__eval_share": 0.0}
     _, lines, _ = run("run", **asked(pairs, **own, **HOST))
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    for link, num_bytes in plan["lane_bytes"].items():
-        assert lines[-1][f"{link}_bytes"] == num_bytes, link
+    plan = assert_as_planned(tmp_path / "run")
     assert lines[-1]["peak_device_bytes"] == plan["tiers"]["device"]["bytes"] + plan["lent_bytes"]
 
 
 def test_texts_of_one_token_are_trained_on(run: Any, tmp_path: Path) -> None:
     """Break: leave out rows without a token before another."""
-    path = tmp_path / "letters.jsonl"
-    path.write_text(
-        "".join(json.dumps({"query": a, "positive": b}) + "\n" for a, b in ("ag", "bh", "ci", "dj", "ek", "fl"))
-    )
+    letters_of = ("ag", "bh", "ci", "dj", "ek", "fl")
+    path = write_rows(tmp_path / "letters.jsonl", ({"query": a, "positive": b} for a, b in letters_of))
     more = {"contrastive__negatives": 0, "train__batch_size": 6, "train__steps": 1, "data__eval_share": 0.0}
     _, (line,), said = run("run", **asked(str(path), **more))
     assert "left out" not in said

@@ -47,7 +47,7 @@ from tests.engine.device import own_device, twin
 from tests.engine.inside import parts_of
 from tests.integrations.plain import needs
 from tests.matrix import matrix, quick
-from tests.run_folder import SHAPE
+from tests.run_folder import SHAPE, assert_as_planned
 from tests.training.conftest import HOST
 from tests.training.test_resume import make_folder
 
@@ -517,11 +517,9 @@ def test_the_plan_is_the_run(run: Any, with_plan: None, folder: Path, tmp_path: 
     own = {"offload__device_memory": "1MiB", "train__head_chunk_bytes": 16 * 384 * 4, "train__recompute": "always"}
     own |= {"distill__way": way, "distill__top_k": 64}
     _, lines, _ = run("run", **asked(folder, **own, train__steps=5))
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    plan = assert_as_planned(tmp_path / "run")
     stored = load_file(tmp_path / "run" / "hf" / "model.safetensors")
     assert plan["num_parameters"] == sum(each.numel() for each in stored.values())
-    for link, num_bytes in plan["lane_bytes"].items():
-        assert lines[-1][f"{link}_bytes"] == num_bytes, link
     device = plan["tiers"]["device"]["bytes"] + plan["lent_bytes"]
     assert lines[-1]["peak_device_bytes"] == pytest.approx(device, rel=0.02)
 
@@ -531,16 +529,6 @@ def write_wide(folder: Path) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=384)).save_pretrained(folder)
-
-
-@pytest.mark.slow
-def test_an_adapter_learns_from_a_teacher_in_four_bits(run: Any, folder: Path, tmp_path: Path) -> None:
-    """Base and teacher in nf4. Break: leave the codecs of the teacher out of `quantized`."""
-    write_wide(folder)
-    base = shutil.copytree(folder, tmp_path / "copied")
-    coded = {"offload__frozen_weights": "nf4", "lora__rank": 4}
-    _, _, out = run("run", **asked(folder, model__path=str(base), train__steps=1, **coded))
-    assert "28 frozen parameters are stored in nf4" in out
 
 
 @pytest.mark.slow
@@ -560,12 +548,10 @@ def test_an_adapter_learns_from_its_base_without_a_copy(
     assert [line["loss"] for line in lines] == [line["loss"] for line in wanted]
     files = [tmp_path / name / "hf" / "adapter_model.safetensors" for name in ("run", "with-copy")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("run", "with-copy")]
+    plans = [assert_as_planned(tmp_path / name) for name in ("run", "with-copy")]
     base_bytes = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
     planned = [sum(tier["bytes"] for tier in plan["tiers"].values()) for plan in plans]
     assert planned[0] < planned[1] - base_bytes / 2
-    for link, num_bytes in plans[0]["lane_bytes"].items():
-        assert lines[-1][f"{link}_bytes"] == num_bytes, link
 
 
 @pytest.mark.slow

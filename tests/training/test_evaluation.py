@@ -21,6 +21,7 @@ from offload.engine.engine import Engine
 from offload.errors import DiskError, InterruptedRun
 from offload.export import main as export_command
 from offload.files.atomic_folder import remove
+from tests.run_folder import write_rows
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
 """Evaluation losses from the fixture `judged`. The fourth is the lowest."""
@@ -37,7 +38,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
 def documents(path: Path) -> Path:
     """Write documents with one-byte to four-byte letters and a blank line at the end."""
     rows = [f"Nr. {number}: Ünïcödé, 漢字 and 🙂 cost {number % 7} bytes more.\n\n" for number in range(60)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    write_rows(path, ({"text": row} for row in rows))
     return path
 
 

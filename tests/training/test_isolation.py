@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,17 @@ from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards, document_attention
 from offload.planning import settings
 from tests.engine.documents import positions_of
+from tests.run_folder import write_rows
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
     """Write conversations with different lengths."""
-    path = tmp_path / "chats.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}. " * (n % 5 + 1)}]}
         for n in range(200)
     ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
+    return str(write_rows(tmp_path / "chats.jsonl", rows))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from offload.extras.tools.parity_check import WeightComparison, first_mismatch
 from offload.optim.sgd import SGD
 from tests import forks
 from tests.engine.fp8 import LEAST_SIZE
-from tests.run_folder import write_shape, write_text
+from tests.run_folder import write_rows, write_shape, write_text
 from tests.training.conftest import SHAPES
 from tests.training.test_distill import write_wide
 from tests.training.test_resume import make_folder
@@ -130,7 +130,7 @@ def of_method(run: Run, folder: Path) -> Run:
         queries = [{"query": query, "positive": one, "negatives": [other]} for query, one, other in texts]
         pairs = [{"prompt": prompt, "chosen": one, "rejected": other} for prompt, one, other in texts]
         for name, rows in {"queries": queries, "pairs": pairs}.items():
-            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            write_rows(folder / f"{name}.jsonl", rows)
     return lambda method, *more: run("--train.method", method, *METHODS[method], *HOST, *more)
 
 

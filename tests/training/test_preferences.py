@@ -27,6 +27,7 @@ from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
 from tests.matrix import quick
+from tests.run_folder import write_rows
 from tests.training.conftest import HOST, SHAPES, interrupted_measurement, lines_of
 from tests.training.test_resume import make_folder
 
@@ -50,9 +51,7 @@ def pairs(tmp_path: Path) -> str:
         for word in WORDS
         for times in range(3)
     ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(tmp_path / "pairs.jsonl", rows))
 
 
 def asked(pairs: str, method: str = "dpo", **more: Any) -> dict[str, Any]:
@@ -237,9 +236,7 @@ def test_another_model_is_the_reference(run: Any, pairs: str, tmp_path: Path) ->
     initial model; compare no files of a reference that is there.
     """
     for number, name in enumerate(("one", "other")):
-        make_folder("llama", tmp_path / name)
-        torch.manual_seed(number)
-        LlamaForCausalLM(LlamaConfig(**SHAPES["llama"], vocab_size=384)).save_pretrained(tmp_path / name)
+        make_folder("llama", tmp_path / name, number, torch.float32)
     kept = {"checkpoint__every": 1, "checkpoint__keep": 4, "train__head_chunk_bytes": 16 * 384 * 4}
 
     def values(name: str, path: str, **more: Any) -> tuple[list[float], bytes]:
@@ -304,9 +301,7 @@ def test_a_run_with_the_reference_beside(run: Any, pairs: str, tmp_path: Path) -
     the reference out of the companions; take the adapter into the reference.
     """
     for number, name in enumerate(("one", "other")):
-        make_folder("llama", tmp_path / name)
-        torch.manual_seed(number)
-        LlamaForCausalLM(LlamaConfig(**SHAPES["llama"], vocab_size=384)).save_pretrained(tmp_path / name)
+        make_folder("llama", tmp_path / name, number, torch.float32)
     own = asked(pairs, model__path=str(tmp_path / "one"), optimizer__lr=1e-2, **HOST)
     for name, more in ("whole", {}), ("adapter", {"lora__rank": 4}):
         other = "one" if more else "other"

@@ -13,6 +13,7 @@ from offload import replay
 from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError
+from tests.run_folder import write_rows
 from tests.training.conftest import HOST, lines_of
 
 RULE = {
@@ -58,7 +59,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         replay.main([str(part.export), str(part.dir), "--out", str(tmp_path / "other")])
     changed = lines_of(part.dir)
     changed[3]["rule"] = changed[0]["rule"][::-1]
-    (part.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    write_rows(part.dir / "metrics.jsonl", changed)
     with pytest.raises(ConfigError, match="step 4 was recorded with other MeZO settings"):
         replay.main([str(base.export), str(part.dir), "--out", str(tmp_path / "changed")])
     with pytest.raises(ConfigError, match="is there already"):

@@ -80,11 +80,11 @@ def steps_of(folder: Path) -> list[str]:
     return [path.name for path in Checkpoints(folder / "checkpoints").folders()]
 
 
-def make_folder(family: str, folder: Path) -> None:
-    """Write a pretrained bf16 model with a tokenizer. For gemma2 the configuration ties the head, the files do not."""
-    config = AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def make_folder(family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> None:
+    """Write a pretrained model with a tokenizer. For gemma2 the configuration ties the head, the files do not."""
+    config = AutoConfig.for_model(family, vocab_size=384, **SHAPES[family] | shape)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     if family == "gemma2":
         tensors = load_file(folder / "model.safetensors")

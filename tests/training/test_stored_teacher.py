@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from offload.app.config.config import Config
 from offload.app.stored_model import TEACHER_VALUES
@@ -24,7 +23,7 @@ from offload.extras.distill.stored import TeacherClasses
 from offload.extras.frozen import measurement
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
-from tests.run_folder import SHAPE
+from tests.run_folder import SHAPE, write_rows
 from tests.training.conftest import HOST, interrupted_measurement, lines_of
 from tests.training.test_adapters import train_over_ranks
 from tests.training.test_distill import other_tokens
@@ -49,11 +48,8 @@ def num_lines() -> int:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A teacher that finds some tokens much more probable than others."""
-    folder = tmp_path / "base"
-    make_folder("llama", folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=384, initializer_range=0.3)).save_pretrained(folder)
-    return folder
+    make_folder("llama", tmp_path / "base", dtype=torch.float32, num_hidden_layers=2, initializer_range=0.3)
+    return tmp_path / "base"
 
 
 @pytest.fixture
@@ -70,11 +66,6 @@ def asked(folder: Path, way: str = "stored", **more: Any) -> dict[str, Any]:
 
 def values_of(lines: list[dict[str, Any]]) -> list[float]:
     return [line[key] for line in lines for key in ("loss", "grad_norm", "eval_loss") if key in line]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def source(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:

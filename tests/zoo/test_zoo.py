@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,6 +21,7 @@ from tests.contracts.contracts import Setting, beside_reference
 from tests.engine.compare import same_bits, weights
 from tests.engine.inside import parts_of
 from tests.leaks import no_graph_is_left
+from tests.threads import torch_threads
 from tests.zoo.families import BATCHES, OPEN, OVERRIDES, UNBUILDABLE, families
 
 QUICK = ("xlnet", "zamba", "gemma3n_text")
@@ -74,10 +74,8 @@ def what_was_imported_stays() -> Iterator[None]:
     """Otherwise each graph search and each collection visits the modules of all earlier families."""
     gc.collect()
     gc.freeze()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 def test_the_quick_families_are_registered() -> None:
