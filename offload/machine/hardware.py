@@ -9,7 +9,7 @@ from typing import Any
 ATTENTION_SHARE = 0.63
 """Attention rate relative to matrix products, for machines without a measured rate.
 
-Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 480 of 758 TFLOP/s.
+Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 473 of 749 TFLOP/s.
 """
 _MOVED_SHARE = 0.64
 """Rate of elementwise kernels relative to plain memory traffic, for machines without a measured rate.

@@ -126,8 +126,7 @@ class Drops(nn.Module):
         self.up, self.down, self.rate, self.in_attention = nn.Linear(32, 64), nn.Linear(64, 32), rate, in_attention
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_attention:
-            x = functional.scaled_dot_product_attention(x, x, x, dropout_p=self.in_attention)
+        x = functional.scaled_dot_product_attention(x, x, x, dropout_p=self.in_attention)
         return x + self.down(functional.dropout(self.up(x), self.rate, self.training))
 
 

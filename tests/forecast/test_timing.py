@@ -149,7 +149,7 @@ def test_a_gpu_draws_the_noise_of_mezo_by_operations_of_torch(device: str) -> No
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
-    assert compute_seconds(use, [cost], 4, Settings(), gpu) == (2.0 * runs * 1.03, 1.5 * runs)
+    assert compute_seconds(use, [cost], 4, Settings(), gpu) == pytest.approx(((2.0 + 3 * 7.5e-6) * runs, 1.5 * runs))
     assert compute_seconds(use, [cost], 4, Settings(), replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
 
 
@@ -211,19 +211,17 @@ def test_gradients_are_copied_into_a_buffer_and_added_up_there(
         assert call.forward_s == before.forward_s
 
 
-@pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
+@pytest.mark.parametrize(("is_block", "share"), [(True, 0.22), (False, 1.0)])
 def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
-    """Compiled blocks move fewer bytes outside the products, and have no gaps between kernels."""
+    """Compiled blocks move fewer bytes outside the products. A GPU idles after each operation."""
     machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=2.0, moved_bytes_per_s=4.0))
     gpu = machine.with_(device="cuda")
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
     assert compute_seconds(use, [cost], 1, Settings(), machine)[0] == 2.0 + 2.0
     assert compute_seconds(use, [cost], 1, Settings(compile="always"), machine)[0] == pytest.approx(2.0 + 2.0 * share)
-    gaps = 1.0 if is_block else 1.03
-    assert compute_seconds(use, [cost], 1, Settings(compile="always"), gpu)[0] == pytest.approx(
-        (2.0 + 2.0 * share) * gaps
-    )
+    seconds = compute_seconds(use, [replace(cost, num_operations=1000)], 1, Settings(compile="always"), gpu)[0]
+    assert seconds == pytest.approx(2.0 + 2.0 * share + 0.0075)
     attention = replace(cost, flops=4.0, attention_flops=2.0)  # 0.63 of the rate of products, unless measured
     assert kernel_seconds(attention, "fp32", machine.rates) == pytest.approx((2.0, 2.0 / 0.63, 2.0))
     measured = replace(machine.rates, attention_flops_per_s={"fp32": 0.5})
@@ -325,8 +323,9 @@ def test_parts_of_compute_are_the_compute_of_a_step(recompute: str) -> None:
     """Break: leave out a part, or count a use of a head in chunks once."""
     settings = Settings(micro_batch_size=2, recompute=recompute)
     its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
+    calls = [replace(call, forward=replace(call.forward, num_operations=9)) for call in found.calls]
     machine = MACHINE.with_(device="cuda", rates=replace(RATES, moved_bytes_per_s=64.0))
-    step = PlannedStep(its, found, machine)
+    step = PlannedStep(its, replace(found, calls=tuple(calls)), machine)
     parts = step.compute_parts
     assert sum(parts.values()) == pytest.approx(sum(call.forward_s + call.backward_s for call in step.calls))
     assert (parts.get("recomputed", 0.0) > 0) == (recompute == "always")

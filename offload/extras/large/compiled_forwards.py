@@ -275,8 +275,12 @@ class _SeedWatch(TorchDispatchMode):
     has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:  # fused attention too, with and without dropout
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            self.has_drawn |= given.get("dropout_p", "dropout_p" not in names) > 0
+        return func(*args, **kwargs)
 
 
 def _is_random(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
