@@ -31,7 +31,7 @@ from tests.cases.models import adapted, batches, build, gpt2, llama, t5, tokens
 from tests.engine.compare import assert_same, step_of, train_both, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
-from tests.engine.inside import parts_of, planned_bytes
+from tests.engine.inside import leave_spare_memory, parts_of, planned_bytes
 from tests.engine.reference import Reference, count_labels, sum_by_layer
 from tests.engine.test_frozen_weights import dequantised
 
@@ -194,7 +194,8 @@ def test_steps_over_fp8_codes_are_those_over_exact_weights(tmp_path: Path) -> No
     """
     states = {"parameters": "nvme", "optimizer": "nvme", "nvme_dir": str(tmp_path)}
     settings = TENSORWISE | {"prefetch": 0}
-    with Engine(build(adapted), **settings) as exact:
+    with Engine(build(adapted), placement=Placement(parameters="cpu", optimizer="cpu"), **settings) as exact:
+        leave_spare_memory(exact)
         wanted = [step_of(exact, tokens(seed)) for seed in range(3)]
         masters, exact_bytes = weights(exact), exact.counters.h2d_bytes
     settings |= {"frozen_weights": "fp8", "placement": Placement(**states)}
@@ -202,6 +203,7 @@ def test_steps_over_fp8_codes_are_those_over_exact_weights(tmp_path: Path) -> No
         found = [step_of(engine, tokens(seed)) for seed in range(2)]
         engine.save_checkpoint(tmp_path / "saved", trained_only=True)
     with Engine(build(adapted), **settings) as engine:
+        leave_spare_memory(engine)
         engine.load_checkpoint(tmp_path / "saved")
         found.append(step_of(engine, tokens(2)))
         shares = [(region.weight_bytes, region.travelling_bytes) for region in parts_of(engine).regions]
