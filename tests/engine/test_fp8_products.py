@@ -190,7 +190,7 @@ def test_steps_over_fp8_codes_are_those_over_exact_weights(tmp_path: Path) -> No
     """With one scale for a matrix, from the disk, and resumed. The link moves half the bytes. By row only the decoded
     weights have these steps: the gradient of an input casts the whole weight.
 
-    Breaks: a scale for each record; frozen weights that other layers multiply in codes.
+    Break: a scale for each record.
     """
     states = {"parameters": "nvme", "optimizer": "nvme", "nvme_dir": str(tmp_path)}
     settings = TENSORWISE | {"prefetch": 0}
