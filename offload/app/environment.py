@@ -57,6 +57,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+@cache
 def version_of(package: str) -> str | None:
     """Return the package version; None: not installed."""
     try:

@@ -56,10 +56,11 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """True if two tensors have equal shape, dtype and elements; NaN equals NaN, 0.0 equals -0.0, None equals None."""
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return one is other
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+    if torch.equal(one, other):  # a tenth of the time of `allclose`
+        return True
     # For `torch.equal`, NaN differs from NaN.
-    return bool(torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True))
+    can_have_nan = one.is_floating_point() or one.is_complex()
+    return can_have_nan and torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -118,8 +119,10 @@ def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1)
     length = min(_CHUNK, -(-flat.numel() // _SUMS) * _SUMS)
     # The signs repeat, so sums over all periods come first, and then one product with the signs.
-    if flat.numel() <= _CHUNK:  # most tensors of a trial are small: their sketches are a tenth of its time
-        period = functional.pad(flat.double(), (0, length - flat.numel()))
+    if flat.numel() <= _CHUNK:  # most tensors of a trial are small
+        period = flat.double()
+        if len(period) < length:
+            period = functional.pad(period, (0, length - len(period)))
     else:
         period = _sum_of_periods(flat)
     return (period * _signs(flat.device)[:length]).view(-1, _SUMS).sum(0)
