@@ -52,8 +52,6 @@ class CompiledLoss:
         self, logits: torch.Tensor, labels: torch.Tensor, slopes: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = logits.detach()
-        if slopes is not None and logits.is_meta:
-            return _on_shapes(logits)
         key = logits.stride(), logits.shape[1], logits.dtype
         if slopes is None or len(labels) < ROWS or not self._may_run(key, logits[:ROWS], labels[:ROWS], slopes[:ROWS]):
             return log_probs_with_gradient(logits, labels, slopes)
@@ -71,10 +69,12 @@ class CompiledLoss:
         return self._compiler(gradient_of_rows)
 
     @torch.no_grad()
-    def _run(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return self._function(*tensors)
+    def _run(self, logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return _on_shapes(logits, *others) if logits.is_meta else self._function(logits, *others)
 
     def _may_run(self, key: Any, *tensors: torch.Tensor) -> bool:
+        if tensors[0].is_meta:
+            return True
         if key not in self._refusals:
             self._refusals[key] = refusal = self._try(*tensors)
             if refusal:
@@ -101,7 +101,9 @@ class CompiledLoss:
         return ""
 
 
-def _on_shapes(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_shapes(
+    logits: torch.Tensor, _labels: torch.Tensor, _slopes: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
     """Return results on `meta`, by operations that move the bytes of the compiled passes."""
-    log_probs = logits.amax(1).float() + logits.sum(1)
-    return log_probs, logits.neg()
+    torch.neg(logits, out=gradient)
+    return logits.amax(1) + logits.sum(1)
