@@ -165,6 +165,19 @@ def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "stage"), [((4, 1), 0), ((1, 3), 3)])
+def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
+    """On the rank with one row, a chunk holds all logits, or more columns than on the other rank.
+
+    Break: reduce the head gradients after every chunk.
+    """
+    common = {"case": "plain", "rows": rows, "num_steps": 3, "evaluate": 1, "zero_stage": stage, **MODES["deferred"]}
+    for chunk in (10 * 67 * 4, 3000):  # the first holds all logits of one row: ten tokens, 67 words
+        (found,) = train(2, {**common, "head_chunk_bytes": chunk, "delays": 4})
+        assert_near(found, plain("plain", sum(rows), 3, "deferred"), 2e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batches(stage: int) -> None:
     """Rank 0 calls the model three times and rank 1 once. Rank 1 must still gather weights for rank 0.
