@@ -674,6 +674,7 @@ CASES: dict[str, Case] = {
             "resume-distill-whole": at(CPU, resumes=True, head_chunk_bytes=None),
         },
     ),
+    "head in chunks": Case(settings={"head_chunk_bytes": 12 * VOCABULARY * 4}, within=2e-6),
     "stored distillation": Case(
         llama,
         {"head_chunk_bytes": 8 * 64 * 4},

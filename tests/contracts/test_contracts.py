@@ -18,8 +18,6 @@ from tests.cases.run import small
 from tests.contracts.contracts import CLIPS, CONTRACTS, Setting
 from tests.engine.device import own_device
 
-pytestmark = pytest.mark.filterwarnings("error:the engine and plain PyTorch give different results")
-"""With this warning an engine changes to a safer way of running, in which a mistake of a feature would not show."""
 ON_DEVICE = "equals_reference", "place_changes_no_bit"
 """Contracts that the quick run repeats on another device than the CPU, with every feature."""
 DEAR = {

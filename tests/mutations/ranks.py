@@ -9,6 +9,7 @@ import torch
 
 from offload.distributed import comm, ranks
 from offload.distributed.ranks import Ranks
+from offload.engine.loss.chunked_head import ChunkedHead
 from tests.mutations import mutation
 
 _EXCHANGES = "tests/distributed/test_comm.py::test_exchanges_give_the_bits_of_a_plain_loop_and_differences_are_named"
@@ -62,3 +63,13 @@ def gradients_of_other_ranks_left_out(patch: pytest.MonkeyPatch) -> None:
         shard.copy_(comm.pieces_of(full, self.size)[self.rank])
 
     patch.setattr(Ranks, "reduce_scatter", alone)
+
+
+@mutation("tests/contracts/test_contracts.py")
+def loss_of_a_head_in_chunks_divided_by_own_labels(patch: pytest.MonkeyPatch) -> None:
+    mean_loss = ChunkedHead.mean_loss
+
+    def own(self: ChunkedHead, host: Any, inputs: Any, tokens: int) -> torch.Tensor:
+        return mean_loss(self, host, inputs, int((inputs.batch["labels"][:, 1:] >= 0).sum()))
+
+    patch.setattr(ChunkedHead, "mean_loss", own)
