@@ -245,6 +245,7 @@ def test_a_loss_in_double_precision_trains() -> None:
     assert engine.step(batch, double).loss.item() == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the engine and plain PyTorch give different results")
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
     """Scales equal to 1 give the same result as one value per row and as values shared by all rows. Later scales do
@@ -262,6 +263,7 @@ class Offset(Hidden):
         return self.hidden(x) + offsets.mean(0)
 
 
+@pytest.mark.filterwarnings("ignore:the engine and plain PyTorch give different results")
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain: bool) -> None:
     """With labels far above all outputs, the L1 loss is linear, so a mean over parts equals the whole by chance. The
