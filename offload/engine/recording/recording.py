@@ -462,17 +462,16 @@ _COPIED = 4096
 
 
 def _contents_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in one dimension, or, of a large tensor and of float8, `signed_sums`."""
-    if tensor.numel() > _COPIED or (tensor.itemsize == 1 and tensor.is_floating_point()):
-        return signed_sums(tensor)
-    return tensor.detach().reshape(-1)
+    """Return the bytes of the elements, or, of a large tensor, of the `signed_sums`: uint8 in one dimension."""
+    values = signed_sums(tensor) if tensor.numel() > _COPIED else tensor.detach().resolve_conj().resolve_neg()
+    return values.reshape(-1).contiguous().view(torch.uint8)  # a view needs elements side by side
 
 
 class _Contents:
     """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy.
 
-    Contents stay on the device of a tensor. A comparison waits once for each dtype, for all tensors together. No
-    dispatch mode sees the operations here: they would take several times as long.
+    Contents stay on the device of a tensor. A comparison waits once, for all tensors together. No dispatch mode sees
+    the operations here: they would take several times as long.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -492,15 +491,15 @@ class _Contents:
 
     def has_changed(self, *, unversioned: bool = False) -> bool:
         """True if the contents of some tensor changed; `unversioned`: tensors with a new version are excluded."""
-        contents = defaultdict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]](list)
+        contents = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
         with no_dispatch():
             for tensor, version, shape, before in self._entries:
                 if unversioned and tensor._version != version:
                     continue
                 if tensor.shape != shape:
                     return True
-                contents[before.device, before.dtype].append((before, _contents_of(tensor)))
-            return any(not same_bits(*map(torch.cat, zip(*pairs, strict=True))) for pairs in contents.values())
+                contents[before.device].append((before, _contents_of(tensor)))
+            return any(not torch.equal(*map(torch.cat, zip(*pairs, strict=True))) for pairs in contents.values())
 
 
 class _SavedTensors(SavedBytes):
