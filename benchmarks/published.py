@@ -9,7 +9,7 @@ and begun again. `--again WORD` plans the rows with this word in their title onc
 One row by command, here the last column of Qwen2.5 14B on an H100:
 
 offload plan --model.path Qwen/Qwen2.5-14B --hardware h100 --host-memory 508GiB --data.sequence_length 1024 \\
-    --train.tokens_per_step 524288 --train.passes 16 --train.micro_batch_size 32 --train.matmul fp8_tensorwise
+    --train.tokens_per_step 524288 --train.matmul fp8_tensorwise
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.app.config.command_line import say
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
-from offload.extras.plan.alternatives import PARTS, apply_change, place
+from offload.extras.plan.alternatives import apply_change, in_parts, place
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 
@@ -70,7 +70,6 @@ class Published:
     - who: project, with the letter of its note. "–": no published speed, our plan alone.
     - model: name in `SHAPES`. gpu: as described. host_gib: of the machine.
     - tokens, row_tokens: tokens of a step over all ranks, and of a row in our plan.
-    - parts: passes of our plan, and rows at a time on a GPU.
     - theirs: tokens a second in bf16 and in FP8, as printed. "–": not printed.
     - exact: their states and clipping.
     - num_ranks: GPUs.
@@ -82,7 +81,6 @@ class Published:
     gpu: str
     host_gib: int
     tokens: int
-    parts: tuple[int, int]
     theirs: tuple[str, str] = ("–", "–")
     exact: str = "–"
     num_ranks: int = 1
@@ -110,48 +108,48 @@ class Published:
 
 STEP = 524288
 ROWS = (
-    Published("llmq [b]", "Qwen2.5 7B", "h100", 512, STEP, (32, 16), ("13,863", "19,194"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, STEP, (16, 32), ("6,321", "9,364"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (16, 32), ("2,777", "4,328"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 14B", "rtx-4090", 256, STEP, (16, 32), ("1,348", "2,000"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-5060ti-16gb", 192, STEP, (32, 16), ("889", "1,456"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-5090", 256, STEP, (16, 32), ("3,100", "4,400"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 14B", "rtx-pro-6000", 256, STEP, (16, 32), ("4,035", "6,025"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 14B", "l40s", 512, STEP, (16, 32), ("1,500", "1,700"), _BF16, 1, 1024),
-    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, (4, 32), ("10,897", "16,487"), _BF16, 4, 1024),
-    Published("llmq [b]", "Qwen2.5 32B", "rtx-4090", 768, STEP, (8, 16), ("2,208", "3,395"), _BF16, 4, 1024),
-    Published("RoundPipe [d]", "Llama 3.1 8B", "rtx-4090", 256, STEP, (16, 8), ("3,142", "–"), _STALE),
-    Published("RoundPipe [d]", "Qwen3 32B", "rtx-4090", 768, 262144, (16, 4), ("740", "–"), _STALE),
+    Published("llmq [b]", "Qwen2.5 7B", "h100", 512, STEP, ("13,863", "19,194"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "h100", 512, STEP, ("6,321", "9,364"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, ("2,777", "4,328"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-4090", 256, STEP, ("1,348", "2,000"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5060ti-16gb", 192, STEP, ("889", "1,456"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-5090", 256, STEP, ("3,100", "4,400"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "rtx-pro-6000", 256, STEP, ("4,035", "6,025"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 14B", "l40s", 512, STEP, ("1,500", "1,700"), _BF16, 1, 1024),
+    Published("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, STEP, ("10,897", "16,487"), _BF16, 4, 1024),
+    Published("llmq [b]", "Qwen2.5 32B", "rtx-4090", 768, STEP, ("2,208", "3,395"), _BF16, 4, 1024),
+    Published("RoundPipe [d]", "Llama 3.1 8B", "rtx-4090", 256, STEP, ("3,142", "–"), _STALE),
+    Published("RoundPipe [d]", "Qwen3 32B", "rtx-4090", 768, 262144, ("740", "–"), _STALE),
     Published(
-        "RoundPipe [d]", "Qwen3 235B-A22B", "rtx-4090", 512, 131072, (2, 4), ("480", "–"), "adapter, stale by a step",
+        "RoundPipe [d]", "Qwen3 235B-A22B", "rtx-4090", 512, 131072, ("480", "–"), "adapter, stale by a step",
         settings=LORA | {"offload.experts": "streamed"},
     ),
-    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, (1, 2), ("914", "–"), _MASTERS),
-    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 32768, (1, 8), ("1,791", "–"), _MASTERS),
-    Published("–", "Llama 3.1 8B", "rtx-4090", 256, 131072, (4, 8)),
-    Published("MegaTrain [c]", "Qwen2.5 7B", "h100", 512, 32768, (1, 8), ("5,950", "–")),
-    Published("–", "Llama 3.1 8B", "h100", 512, 32768, (1, 8)),
-    Published("–", "Qwen2.5 14B", "h100", 512, 131072, (4, 8)),
-    Published("SuperOffload [e]", "Qwen3 14B", "gh200", 430, 16384, (1, 4), ("4,800 to 6,400", "–"), _MASTERS),
+    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, ("914", "–"), _MASTERS),
+    Published("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 32768, ("1,791", "–"), _MASTERS),
+    Published("–", "Llama 3.1 8B", "rtx-4090", 256, 131072),
+    Published("MegaTrain [c]", "Qwen2.5 7B", "h100", 512, 32768, ("5,950", "–")),
+    Published("–", "Llama 3.1 8B", "h100", 512, 32768),
+    Published("–", "Qwen2.5 14B", "h100", 512, 131072),
+    Published("SuperOffload [e]", "Qwen3 14B", "gh200", 430, 16384, ("4,800 to 6,400", "–"), _MASTERS),
     Published(
-        "Surogate [f]", "Llama 3.1 8B", "h100", 512, 16384, (1, 4), ("11,600", "12,900"), _RESIDENT,
+        "Surogate [f]", "Llama 3.1 8B", "h100", 512, 16384, ("11,600", "12,900"), _RESIDENT,
         settings=_STREAMED,
     ),
     Published(
-        "Surogate [f]", "Llama 3.1 8B", "rtx-5090", 256, 16384, (1, 4), ("4,200", "6,400"), _RESIDENT,
+        "Surogate [f]", "Llama 3.1 8B", "rtx-5090", 256, 16384, ("4,200", "6,400"), _RESIDENT,
         settings=_STREAMED,
     ),
     Published(
-        "Soup [g]", "Llama 3.1 8B", "h100", 512, 1024, (1, 8), ("1,077", "–"), "adapter, streamed", row_tokens=128,
+        "Soup [g]", "Llama 3.1 8B", "h100", 512, 1024, ("1,077", "–"), "adapter, streamed", row_tokens=128,
         settings=_STREAMED, in_fp8={"offload.frozen_weights": "fp8"},
     ),
     Published(
-        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 128, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
+        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 128, 32768, ("1.6", "–"), "adapter, streamed",
         settings=LORA,
     ),
     Published(
-        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 64, 32768, (1, 1), ("1.6", "–"), "adapter, streamed",
-        settings=LORA | _DISK | {"offload.parameters": "nvme"},
+        "BlockStreamer [h]", "gpt-oss-120b", "rtx-4090", 64, 32768, ("1.6", "–"), "adapter, streamed",
+        settings=LORA | _DISK,
     ),
 )  # fmt: skip
 COLUMNS = ("bf16", "FP8")
@@ -162,7 +160,7 @@ Made by `python -m benchmarks.published > benchmarks/results/published.md`, from
 (`offload/extras/plan/described/`), 4 GiB of the host left to the system (none at 8ebb85a3), AdamW with fp32 states over
 split fp32 masters, the norm of all gradients clipped, compiled blocks, everything else `auto`. Rows are as long as in
 our plan; their length is known for llmq (1,024), SuperOffload (4,096) and Soup (128). The share is of the products that
-the GPU could make in bf16. In brackets: passes × rows at a time on a card, given to the plan. FP8 is `train.matmul
+the GPU could make in bf16. In brackets: passes × rows at a time on a card, found by the plan. FP8 is `train.matmul
 fp8_tensorwise`: the head's products stay in bf16. Each row names the commit that planned it.
 """
 TITLES = (
@@ -228,20 +226,19 @@ def run(arguments: argparse.Namespace) -> harness.Page:
 
 
 def planned(row: Published) -> dict[str, Any]:
-    """Return the plan of a row in each column. FP8 has the parts of bf16."""
+    """Return the plan of a row in each column, with the passes and micro-batches that the plan finds."""
     hardware = read_machine(row.gpu)
     hardware = hardware.with_(host_bytes=(row.host_gib - 4) << 30)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(SHAPES[row.model]), encoding="utf-8")
         sizes = {"data.sequence_length": row.row_tokens, "train.tokens_per_step": row.tokens}
-        parts = dict(zip(PARTS, reversed(row.parts), strict=True))
-        config = Config.load(None, {"model.path": str(path), **sizes, **parts, **row.settings})
+        config = Config.load(None, {"model.path": str(path), **sizes, **row.settings})
         forecaster = Forecaster(config, row.num_ranks, plans_downloads=True)
         found = {}
         for column, settings in zip(COLUMNS, ({}, {"train.matmul": "fp8_tensorwise"} | row.in_fp8), strict=True):
             initial = forecaster.predict(apply_change(config, settings), hardware)
-            found[column] = figures(place(forecaster, initial))
+            found[column] = figures(place(forecaster, in_parts(forecaster, initial)))
     return found
 
 

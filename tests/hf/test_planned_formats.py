@@ -25,6 +25,7 @@ from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.quant.formats import BlockFp8
 from offload.layout.codecs import Codec
+from offload.layout.regions import ParameterInfo
 from offload.planning.plan import describe_frozen_weights
 from tests.hf.quantized import FORMATS, SIZES, SPECIAL, deepseek, gpt_oss, llama, quantized
 
@@ -132,6 +133,21 @@ def test_the_plan_of_a_configuration_is_the_plan_of_its_folder(kind: str, dtype:
     parts = found.prepared
     told = describe_frozen_weights(parts.structure.infos, parts.structure.regions, parts.plan.residence)
     assert told.count("self_attn.q_proj") == (1 if kind == "mxfp4" else 0), "one name for all layers"
+
+
+def test_loading_takes_no_fp32_copy_of_quantized_weights(tmp_path: Path) -> None:
+    """Their files are read in pieces. Break: count them; gpt-oss-120b then does not fit 64 GiB and a disk."""
+    folder = quantized(tmp_path / "base", "mxfp4")
+    planned, in_codes = plan(folder), by_files(folder)
+
+    def exact(info: ParameterInfo) -> int:
+        name = info.name.removeprefix("base_model.model.").replace(".base_layer", "")
+        return 0 if name in in_codes else info.numel
+
+    structure = planned.prepared.structure
+    units = [[structure.infos[index] for index in unit.parameters] for unit in structure.candidates]
+    assert planned.memory.loading_bytes == 4 * max(sum(map(exact, infos)) for infos in units)
+    assert planned.memory.loading_bytes < 4 * max(sum(info.numel for info in infos) for infos in units)
 
 
 def _weights(**values: Any) -> dict[str, Any]:

@@ -123,8 +123,11 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     if disk is None and hardware.disk_bytes is not None:  # for host memory, `shortfalls` compares the whole process
         disk = hardware.disk_bytes // num_ranks
     infos = prepared.structure.infos
-    # Without a checkpoint, weights are initialized in fp32, one unit at a time.
-    units = (sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
+    # Without a checkpoint, weights are initialized in fp32, one unit at a time. Quantized ones are read in pieces.
+    units = (
+        sum(infos[index].numel for index in unit.parameters if not infos[index].is_quantized)
+        for unit in prepared.structure.candidates
+    )
     return Footprint(
         allocations=tuple(a for a in tiered if a.num_bytes),
         budgets={DEVICE: device_budget(prepared.plan, hardware), HOST: host, DISK: disk},
