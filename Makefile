@@ -42,7 +42,7 @@ EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
-	@echo "make test      pytest without slow tests, at most six minutes   (ARGS=...)"
+	@echo "make test      pytest without slow tests, about four minutes   (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about forty minutes"
 	@echo "make test-slow of these the slow ones alone; a share of them, within a limit of seconds  (ARGS=\"--slow-turn 3 --slow-within 600\")"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
