@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from offload.app.config.config import Config
+from offload.extras.plan import alternatives
 from offload.extras.plan.alternatives import divisors, in_parts, place
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
@@ -65,6 +66,16 @@ def test_the_fewest_passes_with_room_on_the_host_and_there_the_largest_micro_bat
     passes, size = min(fitting)
     assert (passes > 1) == (host_mib == 180), "memory of the host ends"
     assert parts_of(chosen(forecaster, host_mib, times=False)) == (passes, -size)
+
+
+def test_more_passes_come_before_tiles(forecaster: Forecaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of tiles take minutes for a large model. Break: try them for each number of passes."""
+    tried: list[int] = []
+    monkeypatch.setattr(alternatives, "_tile", lambda _, found: tried.append(found.config.train.passes))
+    assert chosen(forecaster, 180, times=False).config.train.passes > 1
+    assert not tried
+    assert not chosen(forecaster, 1, times=False).fits
+    assert tried == divisors(ROWS)
 
 
 def test_no_other_parts_are_faster(forecaster: Forecaster) -> None:

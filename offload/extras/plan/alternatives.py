@@ -217,12 +217,13 @@ def _is_different(prediction: Forecast, other: Forecast) -> bool:
     return abs(other.timing.tokens_per_second / prediction.timing.tokens_per_second - 1) > _MIN_GAIN
 
 
-def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -> Forecast:
+def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True, tiles: bool = True) -> Forecast:
     """Return the forecast as `train` would run it, with open options decided by search.
 
     Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
+    `tiles` False: without tiles of sequences.
     """
-    if tile := _tile(forecaster, prediction):
+    if tiles and (tile := _tile(forecaster, prediction)):
         changed = forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times)
         tiled = place(forecaster, changed, times=times)
         return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
@@ -354,13 +355,15 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
     if "train.passes" in opened:
         counts = divisors(rows)
     least = [parts for count in counts if (parts := cut(count, sizes(count)[0])) is not None]
-    # One row at a time first: passes without room for it have room for no micro-batch.
-    first = next((parts for parts in least if _has_room(forecaster, parts)), None)
+    # One row at a time first: passes without room for it have room for no micro-batch. More passes before tiles, whose
+    # trials take minutes.
+    found = ((parts, tiles) for tiles in (False, True) for parts in least if _has_room(forecaster, parts, tiles))
+    first, tiles = next(found, (None, False))
     if first is None:
         return next(iter(least), initial)
     num_passes = first.config.train.passes
     cuts = (cut(num_passes, size) for size in reversed(sizes(num_passes)))
-    fitting = (parts for parts in cuts if parts is not None and _has_room(forecaster, parts))
+    fitting = (parts for parts in cuts if parts is not None and _has_room(forecaster, parts, tiles))
     if not times:
         return next(fitting)
     tried = list(itertools.islice(fitting, _MOST_SIZES))
@@ -379,8 +382,8 @@ def _timed(forecaster: Forecaster, prediction: Forecast) -> Forecast:
     return forecaster.predict(prediction.config, prediction.hardware)
 
 
-def _has_room(forecaster: Forecaster, prediction: Forecast) -> bool:
-    return place(forecaster, prediction, times=False).fits
+def _has_room(forecaster: Forecaster, prediction: Forecast, tiles: bool) -> bool:
+    return place(forecaster, prediction, times=False, tiles=tiles).fits
 
 
 def divisors(number: int) -> list[int]:
