@@ -25,7 +25,7 @@ from offload.extras.plan import run_forecast
 from offload.extras.plan.alternatives import apply_change, forecast, place
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
-from offload.extras.plan.memory import Kept, StepMemory
+from offload.extras.plan.memory import Footprint, Kept, StepMemory
 from offload.extras.plan.run_forecast import describe_forecast, note_slow_precision
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.extras.plan.workload import Workload
@@ -124,6 +124,30 @@ def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(re
     told, was = (tell(case, str(tmp_path)).waiting for tell in (planned, actual))
     assert told[CHECKPOINTS] == was[CHECKPOINTS] > 0
     assert told.get(GRAPHS, 0) == pytest.approx(was.get(GRAPHS, 0), rel=0.02)
+
+
+def test_graphs_on_the_host_take_the_share_of_a_rank_alone() -> None:
+    """Two ranks and a host without room for all graphs. Break: let each rank fill the whole host."""
+    where = {"model.preset": "small", "data.sequence_length": 512, "train.batch_size": 32, "train.micro_batch_size": 4}
+    where |= {"train.precision": "bf16", "train.compile": "never", "offload.graphs": "cpu", "offload.parameters": "cpu"}
+
+    def predicted(host_bytes: int) -> Footprint:
+        machine = GPU.with_(host_bytes=host_bytes, device_bytes=3 << 29)
+        return Forecaster(config(**where), 2).predict(config(**where), machine, times=False).memory
+
+    plenty = predicted(1 << 40)
+    short = predicted(2 * (plenty.named_host_bytes - (64 << 20)))
+    assert not short.shortfalls
+    graphs = [sum(a.num_bytes for a in memory.allocations if a.name == GRAPHS) for memory in (plenty, short)]
+    assert 0 < graphs[1] <= graphs[0] - (64 << 20)
+
+
+def test_loading_ends_before_graphs_wait_on_the_host() -> None:
+    """Break: add the fp32 copy of a unit to the buffers of the graphs."""
+    states, graphs = Allocation("cpu", "exp avg", 70), Allocation("pinned", GRAPHS, 30)
+    memory = Footprint((states, graphs), {}, 100, is_one_memory=False, loading_bytes=30, kept=Kept())
+    assert not memory.shortfalls
+    assert replace(memory, loading_bytes=31).shortfalls == {"cpu": 1}
 
 
 def test_frozen_weights_of_a_preset_are_planned_as_bf16_files() -> None:

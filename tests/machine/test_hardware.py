@@ -104,6 +104,8 @@ def test_ranks_share_what_is_there_once() -> None:
     assert (four.h2d_bytes_per_s, four.flops_per_s) == (one.h2d_bytes_per_s, one.flops_per_s)
     for name in ("host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"):
         assert getattr(four, name) == getattr(one, name) / 4
+    memory = share_of_rank(machine.with_(disk_bytes=1000), 4)
+    assert (memory.host_bytes, memory.disk_bytes) == (machine.host_bytes // 4, 250)
     alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
     cpu = share_of_rank(machine.with_(device="cpu", rates=alone), 2).rates
     assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2

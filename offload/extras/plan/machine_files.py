@@ -184,10 +184,10 @@ class _MachineFile:
 
 
 def share_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
-    """Return the rates available to each of `num_ranks` ranks.
+    """Return the rates and the memory available to each of `num_ranks` ranks.
 
-    Disk, network, host memory and CPU compute are divided. With an unknown collective rate, exchanges are assumed
-    to go through the host.
+    Host memory, disk, network and CPU compute are divided. With an unknown collective rate, exchanges are assumed to go
+    through the host.
     """
     rates = hardware.rates
     if num_ranks == 1:
@@ -207,4 +207,5 @@ def share_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     rank_rates = replace(rates, **flops, **divided)
     if rank_rates.collective_bytes_per_s is None:
         rank_rates = replace(rank_rates, collective_bytes_per_s=_HOST_EXCHANGE_SHARE * rank_rates.h2d_bytes_per_s)
-    return replace(hardware, rates=rank_rates)
+    disk_bytes = None if hardware.disk_bytes is None else hardware.disk_bytes // num_ranks
+    return replace(hardware, rates=rank_rates, host_bytes=hardware.host_bytes // num_ranks, disk_bytes=disk_bytes)

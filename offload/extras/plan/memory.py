@@ -19,6 +19,7 @@ from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, GraphChoice
 from offload.extras.plan.dispatched import DispatchedBlocks
+from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.workload import PlannedProduct, ProductWork, UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
@@ -43,6 +44,10 @@ class Kept(NamedTuple):
     def of(self, number: int) -> set[int]:
         """Return the kept products in a use."""
         return {product for use, product in self.products if use == number}
+
+
+_ON_HOST = "cpu", "pinned"
+"""Tiers of allocations in host memory."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +94,15 @@ class Footprint:
     @property
     def named_host_bytes(self) -> int:
         """Bytes on the host in the budget: all but those of operations."""
-        return self.total("cpu", "pinned") - self.operations_bytes
+        return self.total(*_ON_HOST) - self.operations_bytes
 
     @property
     def shortfalls(self) -> dict[str, int]:
         """Bytes over budget per tier, of the run or of a model before. "cpu" is pinned plus pageable memory."""
         named_bytes, device_bytes = self.named_host_bytes, self.total(DEVICE)
-        used_bytes = named_bytes + max(self.operations_bytes, self.loading_bytes)
+        # Buffers for inputs and graphs are made in the first steps, after the weights are loaded.
+        waiting = (a.num_bytes for a in self.allocations if a.name in (CHECKPOINTS, GRAPHS) and a.tier in _ON_HOST)
+        used_bytes = named_bytes + max(self.operations_bytes, self.loading_bytes - sum(waiting))
         if self.is_one_memory:
             used_bytes += device_bytes
         needs = {DEVICE: device_bytes, HOST: named_bytes, DISK: self.total(DISK)}
@@ -108,6 +115,7 @@ class Footprint:
 
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
+    hardware = share_of_rank(hardware, num_ranks)
     allocations, kept = prepared.plan.allocations, Kept()
     lent_bytes = 0
     if workload is not None:
@@ -120,8 +128,8 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
         replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in allocations
     )
     host, disk = (prepared.settings.placement.budget(tier) for tier in OFFLOADED)
-    if disk is None and hardware.disk_bytes is not None:  # for host memory, `shortfalls` compares the whole process
-        disk = hardware.disk_bytes // num_ranks
+    if disk is None:  # for host memory, `shortfalls` compares the whole process
+        disk = hardware.disk_bytes
     infos = prepared.structure.infos
     # Without a checkpoint, weights are initialized in fp32, one unit at a time. Quantized ones are read in pieces.
     units = (
@@ -131,7 +139,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     return Footprint(
         allocations=tuple(a for a in tiered if a.num_bytes),
         budgets={DEVICE: device_budget(prepared.plan, hardware), HOST: host, DISK: disk},
-        host_bytes=hardware.host_bytes // num_ranks,
+        host_bytes=hardware.host_bytes,
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
         loading_bytes=4 * max(units),
         kept=kept,

@@ -267,21 +267,19 @@ class PlacementCandidate:
     def fits(self) -> bool:
         """True if every tier has enough room."""
         step, hardware = self.step, self._hardware
-        num_ranks = self._search.num_ranks
         if step is None:
             return False
         needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
         if needs[DISK] and not hardware.rates.has_disk:
             return False
         for tier, own in ((HOST, hardware.host_bytes), (DISK, hardware.disk_bytes)):
-            room = self.settings.placement.budget(tier)
-            if room is None and own is not None:
-                room = own // num_ranks
+            budget = self.settings.placement.budget(tier)
+            room = own if budget is None else budget
             if room is not None and needs[tier] > room:
                 return False
         device_bytes, budget = step.memory.device_bytes, step.memory.budget
         # One memory has to hold both.
-        if hardware.shares_memory and device_bytes + needs[HOST] > hardware.host_bytes // num_ranks:
+        if hardware.shares_memory and device_bytes + needs[HOST] > hardware.host_bytes:
             return False
         return budget is None or device_bytes <= budget
 
