@@ -78,6 +78,16 @@ def test_more_passes_come_before_tiles(forecaster: Forecaster, monkeypatch: pyte
     assert tried == divisors(ROWS)
 
 
+def test_rows_are_halved_in_twice_the_passes_as_long_as_that_is_faster(
+    forecaster: Forecaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: stop at the fastest of the first tries."""
+    monkeypatch.setattr(alternatives, "_pace", lambda _, parts: (parts_of(parts)[1] or ROWS) / parts_of(parts)[0])
+    assert parts_of(chosen(forecaster, 1024)) == (2, 1)
+    monkeypatch.setattr(alternatives, "_pace", lambda _, parts: abs(parts_of(parts)[0] - 2))
+    assert parts_of(chosen(forecaster, 1024))[0] == 2
+
+
 def test_no_other_parts_are_faster(forecaster: Forecaster) -> None:
     """Break: return the slowest."""
     found = place(forecaster, chosen(forecaster, 1024))

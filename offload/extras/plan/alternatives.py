@@ -320,8 +320,9 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
     """Return the forecast with the micro-batch and the passes that train.tokens_per_step leaves to the plan.
 
     These are the fewest passes with room for the saved inputs, and there the largest micro-batch that fits; of smaller
-    ones, and of more passes, the fastest. All parts are equal. If nothing fits, one row at a time in the fewest passes,
-    so that every shortage shows. The result is not placed. Returns `initial` if nothing is open.
+    ones, and of more passes, the fastest, halved as long as that is faster. All parts are equal. If nothing fits, one
+    row at a time in the fewest passes, so that every shortage shows. The result is not placed. Returns `initial` if
+    nothing is open.
 
     times: False takes the first that fits. opens: further settings to choose, if not set.
     """
@@ -351,6 +352,13 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
             return divisors(rows // num_passes)
         return [config.train.micro_batch_size or rows]
 
+    def halved(parts: Forecast) -> Forecast | None:
+        """Return half the rows at a time in twice the passes, with half the graphs at once; None: impossible."""
+        size = parts.config.train.micro_batch_size or rows
+        if opened != set(PARTS) or size % 2:
+            return None
+        return cut(2 * parts.config.train.passes, size // 2)
+
     counts = [config.train.passes]
     if "train.passes" in opened:
         counts = divisors(rows)
@@ -372,10 +380,24 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
             size = each.config.train.micro_batch_size or rows
             counts = [change["train.passes"] for change in _more_passes(initial, size, num_passes)]
             tried += [parts for count in counts if (parts := cut(count, size)) is not None]
-    # A first descent tells parts apart; the whole search is for the fastest alone.
-    seconds = [_step_seconds(_descend(forecaster, _timed(forecaster, each), {}, times=True)[0]) for each in tried]
-    fastest = min(range(len(tried)), key=lambda number: seconds[number] or math.inf)
-    return _timed(forecaster, tried[fastest])
+    paced = [(_pace(forecaster, each), each) for each in tried]
+    seconds, fastest = min(paced, key=operator.itemgetter(0))
+    other = halved(fastest)
+    while other is not None:
+        other_s = _pace(forecaster, other)
+        if other_s >= seconds:
+            break
+        seconds, fastest = other_s, other
+        other = halved(fastest)
+    return _timed(forecaster, fastest)
+
+
+def _pace(forecaster: Forecaster, parts: Forecast) -> float:
+    """Return the step seconds after a first descent, which tells parts apart; the whole search is for the fastest
+    alone.
+    """
+    found, _ = _descend(forecaster, _timed(forecaster, parts), {}, times=True)
+    return _step_seconds(found) or math.inf
 
 
 def _timed(forecaster: Forecaster, prediction: Forecast) -> Forecast:
