@@ -82,9 +82,9 @@ def test_rows_are_halved_in_twice_the_passes_as_long_as_that_is_faster(
     forecaster: Forecaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Break: stop at the fastest of the first tries."""
-    monkeypatch.setattr(alternatives, "_pace", lambda _, parts: (parts_of(parts)[1] or ROWS) / parts_of(parts)[0])
+    monkeypatch.setattr(alternatives, "_pace", lambda _, parts, **__: (parts_of(parts)[1] or ROWS) / parts_of(parts)[0])
     assert parts_of(chosen(forecaster, 1024)) == (2, 1)
-    monkeypatch.setattr(alternatives, "_pace", lambda _, parts: abs(parts_of(parts)[0] - 2))
+    monkeypatch.setattr(alternatives, "_pace", lambda _, parts, **__: abs(parts_of(parts)[0] - 2))
     assert parts_of(chosen(forecaster, 1024))[0] == 2
 
 

@@ -381,22 +381,19 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
             counts = [change["train.passes"] for change in _more_passes(initial, size, num_passes)]
             tried += [parts for count in counts if (parts := cut(count, size)) is not None]
     paced = [(_pace(forecaster, each), each) for each in tried]
-    seconds, fastest = min(paced, key=operator.itemgetter(0))
+    _, fastest = min(paced, key=operator.itemgetter(0))
     other = halved(fastest)
     while other is not None:
-        other_s = _pace(forecaster, other)
-        if other_s >= seconds:
+        if _pace(forecaster, other, searches=True) >= _pace(forecaster, fastest, searches=True):
             break
-        seconds, fastest = other_s, other
-        other = halved(fastest)
+        fastest, other = other, halved(other)
     return _timed(forecaster, fastest)
 
 
-def _pace(forecaster: Forecaster, parts: Forecast) -> float:
-    """Return the step seconds after a first descent, which tells parts apart; the whole search is for the fastest
-    alone.
-    """
-    found, _ = _descend(forecaster, _timed(forecaster, parts), {}, times=True)
+def _pace(forecaster: Forecaster, parts: Forecast, *, searches: bool = False) -> float:
+    """Return the step seconds after the whole search, or after a first descent, which tells most parts apart."""
+    timed = _timed(forecaster, parts)
+    found = place(forecaster, timed) if searches else _descend(forecaster, timed, {}, times=True)[0]
     return _step_seconds(found) or math.inf
 
 
