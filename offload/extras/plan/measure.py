@@ -313,7 +313,8 @@ class _WorkloadProbe:
                 size = max(1, chunk_bytes // (blocks.most_rows * 4))
             filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
             num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
-            chunk = Chunk(torch.arange(num_tokens, device="meta"), num_tokens)
+            # The first position alone, as of filler: a chunk may have more tokens than a short batch has labels.
+            chunk = Chunk(torch.zeros(num_tokens, dtype=torch.long, device="meta"), num_tokens)
             inputs = select_inputs(model, tensors, self._loss)
             term = as_loss(self._loss).term(inputs, labelled, [chunk])
             if self._prepared.settings.compile == "always":
