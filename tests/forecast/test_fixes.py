@@ -226,7 +226,7 @@ _LLAMA = LlamaConfig(
     [
         ("300KiB", 48, {"train.recompute": "auto"}, "split into modules"),
         pytest.param(
-            "84KiB",
+            "120KiB",
             8,
             {"offload.activations": "cpu", "train.head_chunk_bytes": 4096},
             "row blocks",

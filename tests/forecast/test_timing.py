@@ -149,7 +149,9 @@ def test_a_gpu_draws_the_noise_of_mezo_by_operations_of_torch(device: str) -> No
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
-    assert compute_seconds(use, [cost], 4, Settings(), gpu) == pytest.approx(((2.0 + 3 * 7.5e-6) * runs, 1.5 * runs))
+    assert compute_seconds(use, [cost], 4, Settings(), gpu) == pytest.approx(((2.0 + 3 * 2.7e-6) * runs, 1.5 * runs))
+    compiled = compute_seconds(use, [cost], 4, Settings(compile="always"), gpu)
+    assert compiled == pytest.approx(((2.0 + 3 * 7.5e-6) * runs, 1.5 * runs))
     assert compute_seconds(use, [cost], 4, Settings(), replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
 
 
