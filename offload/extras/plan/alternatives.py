@@ -391,7 +391,7 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
 
 
 def _pace(forecaster: Forecaster, parts: Forecast, *, searches: bool = False) -> float:
-    """Return the step seconds after the whole search, or after a first descent, which tells most parts apart."""
+    """Return the step seconds after a whole search, or after the first descent, which tells most parts apart."""
     timed = _timed(forecaster, parts)
     found = place(forecaster, timed) if searches else _descend(forecaster, timed, {}, times=True)[0]
     return _step_seconds(found) or math.inf

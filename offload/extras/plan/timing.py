@@ -42,11 +42,11 @@ _FUSED_SHARE = 0.22
 A profiled compiled step of a 3B on an H200: at most 51 ms in such kernels, at 2.63 TB/s 135 of 623 GB.
 """
 _GAP_S = 2.7e-6
-"""Idle device time for each operation of eager blocks: 3 % of the kernels' time in steps of a 3B on an H200."""
+"""Idle device time for each operation in eager blocks: 3 % beside the kernels when a 3B runs on an H200 for long."""
 _COMPILED_GAP_S = 7.5e-6
-"""Idle device time for each operation where blocks are compiled: 8.3 us in a profiled step of a 3B on an H200.
+"""Idle device time for each operation with compiled blocks: 8.3 us in a profiled 3B step on an H200.
 
-Steps of a long run leave no room for such gaps between eager kernels: 8.1 us, with a profiler, make the 3B 7 % slower.
+Eager kernels have 8.1 us under a profiler, but long runs leave no room for such gaps: the 3B would be 7 % slower.
 """
 _PART_HOST_S = 0.15e-3, 0.35e-3
 """Host seconds (forward, backward) for a unit use beyond plain PyTorch, per micro-batch; `_USE_HOST_S`: per use.
