@@ -383,10 +383,13 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
     paced = [(_pace(forecaster, each), each) for each in tried]
     _, fastest = min(paced, key=operator.itemgetter(0))
     other = halved(fastest)
+    seconds = math.inf if other is None else _pace(forecaster, fastest, searches=True)
     while other is not None:
-        if _pace(forecaster, other, searches=True) >= _pace(forecaster, fastest, searches=True):
+        other_s = _pace(forecaster, other, searches=True)
+        if other_s >= seconds:
             break
-        fastest, other = other, halved(other)
+        fastest, seconds = other, other_s
+        other = halved(fastest)
     return _timed(forecaster, fastest)
 
 
