@@ -30,6 +30,8 @@ from offload.tiers.placement import Placement
 
 _HOOK_PREFIX = "make_inputs_require_grad"
 """Name prefix of the forward hooks with which transformers and PEFT make embedding outputs require a gradient."""
+_DISABLE = "activation_checkpointing_disable", "gradient_checkpointing_disable", "disable_gradient_checkpointing"
+"""Methods that turn it off, in transformers, transformers before 5.23, and diffusers."""
 
 
 _SHARES = (4, 8, 16, 32, 64)
@@ -257,15 +259,19 @@ def _field_texts(value: Any, ignored: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def disable_checkpointing(model: nn.Module) -> None:
-    """Turn off transformers' gradient checkpointing: units already recompute.
+    """Turn off the gradient checkpointing that transformers or diffusers does: units already recompute.
 
+    The topmost modules with a method for it are asked. Other checkpoints stay, and run within the units.
     Also remove the hooks with which embedding outputs require a gradient. With the hooks, the backward would continue
     down to the embeddings instead of ending at the first trainable unit.
     """
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return
-    name = "activation_checkpointing_disable"  # the fallback is the name before transformers 5.23
-    disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
+    disable: Any = next(filter(None, (getattr(model, name, None) for name in _DISABLE)), None)
+    if disable is None:
+        for child in model.children():
+            disable_checkpointing(child)
+        return
     disable()
     for module in model.modules():
         hooks = module._forward_hooks  # transformers tracks only the last one, and PEFT adds another
