@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from offload.errors import ConfigError
 from offload.extras.data.chat import BUILTIN_TEMPLATE
 from offload.extras.data.encoder import Encoder
 from offload.extras.data.findings import Findings
-from offload.extras.data.records import Chat, Pair, Preference, Record, Text
+from offload.extras.data.records import Chat, Group, Pair, Preference, Record, Text
 from offload.extras.data.rows import BadRow
 from offload.extras.data.text_encoder import EncodedDocument
 from offload.extras.data.tokenizer import load_tokenizer
@@ -56,7 +58,6 @@ OPEN_THOUGHT = (  # like DeepSeek-R1: the generation prompt opens a thought, abs
     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
-DATED = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}" + CHATML
 OWN_END = CHATML.replace("<|im_end|>", "{{ eos_token }}")
 
 
@@ -114,10 +115,48 @@ def test_the_token_that_ends_a_turn_is_trained_once(
     ).removesuffix("<|endoftext|>"), "the text is the template's"
 
 
-def test_the_clock_of_a_template_stands_still(bpe_folder: Callable[..., str]) -> None:
-    tokenizer = load_tokenizer(bpe_folder(DATED))
+FORMS = "%d %b %Y|%B %d, %Y|%A, %d %B %y|%-d/%-m|%e|%H:%M:%S %p|%x %X %c|%j %U %a|%%Y 100%"
+
+
+def test_the_clock_of_a_template_stands_still(
+    bpe_folder: Callable[..., str], dataset_of: Any, write_lines: Any
+) -> None:
+    """All forms are of one day, which a note names. Break: know two forms; replace `%%Y` by the year."""
+    folder = bpe_folder(f"{{{{ strftime_now('{FORMS}') }}}}{CHATML}")
+    tokenizer = load_tokenizer(folder)
     (document,) = encode(tokenizer, Chat("x", CHAT))
-    assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
+    day = datetime(2025, 1, 1).strftime(FORMS)
+    assert tokenizer.decode(document.ids).startswith(f"{day}<|im_start|>system")
+    rows = write_lines("rows.jsonl", {"messages": CHAT})
+    for each in (folder, bpe_folder(name="plain")):
+        notes = " ".join(dataset_of(rows, tokenizer=each, sequence_length=256, batch_size=1).notes)
+        assert ("writes the date of the day: 01 Jan 2025" in notes) == (each is folder)
+
+
+TURN_END, CALL_END = "<end_of_turn>", "<|call|>"
+CALLS = "{{ m.tool_calls[0].name + '<|call|>' if m.tool_calls else m.content + '<end_of_turn>\n' }}"
+OWN_ENDS = CHATML.replace("{{ m.content }}<|im_end|>\n", CALLS)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_end_of_generation_that_is_no_eos_is_trained_once(is_known: bool, bpe: Any) -> None:
+    """As in Gemma and gpt-oss. Break: look for the EOS alone; add no EOS behind a token that ends nothing."""
+    tokenizer = deepcopy(bpe)
+    tokenizer.add_special_tokens({"additional_special_tokens": [TURN_END, CALL_END]})
+    tokenizer.chat_template = OWN_ENDS
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "ring"}]}
+    chats = [Chat("x", CHAT[1:3]), Chat("x", [CHAT[1], call])]
+    texts = [Pair("x", "two", f" four{TURN_END}\n"), Text("x", f"The fox.{CALL_END}"), Text("x", "The fox.")]
+    preference = Preference("x", *(replace(each, num_prompt=1) for each in chats))
+    ends = ("<|endoftext|>", *((TURN_END, CALL_END) if is_known else ()))
+    findings = Findings()
+    found = Encoder(tokenizer, ends=ends).encode(((False, each) for each in (*chats, *texts, preference)), findings)
+    eos = "" if is_known else "<|endoftext|>"
+    ended = [f"{text}{eos}" for text in ("It is four.<end_of_turn>\n", "ring<|call|>")]
+    wanted = [*ended, f" four<end_of_turn>\n{eos}", f"The fox.<|call|>{eos}", "The fox.<|endoftext|>", *ended]
+    assert [trained_runs(tokenizer, each) for each in found] == [[text] for text in wanted]
+    assert findings.num_extended == (0 if is_known else 4)
+    assert ("with the EOS behind the special token" in " ".join(findings.notes())) == (not is_known)
 
 
 def test_a_trained_turn_of_the_user_keeps_its_marker_once(bpe_folder: Callable[..., str]) -> None:
@@ -318,6 +357,23 @@ def test_the_tokenizers_own_bos_comes_once(sentencepiece_like: Any) -> None:
     assert tokenizer.decode(pair.ids) == tokenizer.decode(tokenizer("two and two is four")["input_ids"]) + "</s>", (
         "encoded as one text: no second leading space before the completion"
     )
+
+
+@pytest.mark.parametrize("frame", ["<s> $A", "<s> $A </s>", "<s> <unk> $A <unk>"])
+def test_special_tokens_that_a_text_brings_come_once(frame: str, sentencepiece_like: Any) -> None:
+    """As in a text from `apply_chat_template`. Break: put the BOS before each text; append the tokenizer's own end."""
+    tokenizer, plain = deepcopy(sentencepiece_like), "two and two is"
+    special = [("<s>", 1), ("</s>", 2), ("<unk>", 0)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
+    wanted = encode(tokenizer, Text("x", plain))[0].ids.tolist()
+    before, _, behind = frame.replace(" ", "").partition("$A")
+    brought = [f"{before}{plain}", f"{plain}{behind}", f"{before}{plain}{behind}"]
+    pairs = [Pair("x", each[: len(before) + 4], each[len(before) + 4 :]) for each in (plain, *brought)]
+    for record in (*(Text("x", each) for each in brought), *pairs, Preference("x", *pairs[:2])):
+        assert all(each.ids.tolist() == wanted for each in encode(tokenizer, record)), record
+    # An embedding is of the tokens that sentence-transformers gives the model.
+    (group,) = encode(tokenizer, Group("x", (brought[2],)))
+    assert group.ids.tolist() == tokenizer(brought[2])["input_ids"]
 
 
 def test_an_end_comes_once_whatever_the_tokens_of_a_line_end(sentencepiece_like: Any, bpe: Any) -> None:

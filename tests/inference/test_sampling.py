@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -294,7 +295,13 @@ def test_the_prompt_may_open_a_conversation_or_be_empty(models: Any) -> None:
     with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
         chat = sampler.tokenizer.decode(sampler.encode_turns([{"role": "user", "content": "hello"}])[0])
         assert chat == "<|user|>\nhello<|endoftext|><|assistant|>\n" or "<|unknown|>" in chat
-        assert sampler.encode("").tolist() == [[sampler.tokenizer.bos_token_id]]
+        token, number = sampler.tokenizer.bos_token, sampler.tokenizer.bos_token_id
+        assert sampler.encode("").tolist() == [[number]]
+        # A prompt from a chat template brings the BOS that the tokenizer adds.
+        special = [(token, number)]
+        once = TemplateProcessing(single=f"{token} $A", special_tokens=special)
+        sampler.tokenizer.backend_tokenizer.post_processor = once
+        assert torch.equal(sampler.encode(f"{token}the weights"), sampler.encode("the weights"))
         sampler.tokenizer.chat_template = None
         with pytest.raises(ConfigError, match="no chat template; leave out --chat"):
             Conversation(sampler, GREEDY)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -27,10 +28,21 @@ BUILTIN_TEMPLATE = (
 )
 
 # Some templates write the current date. A fixed clock makes the tokens independent of the preparation day.
+_DAY = datetime(2025, 1, 1)
+TOLD_DAY = f"{_DAY:%d %b %Y}"
+_DIRECTIVES = [f"%{letter}" for letter in "aAbBcdDeFGhHIjmMnprRStTuUVwWxXyYzZ"]
+_DIRECTIVES += [f"%-{letter}" for letter in "deHIjmMSy"]  # without a zero before it
+
+
+def _replaced(directives: Iterable[tuple[str, str]]) -> str:
+    return "".join(f".replace({directive!r}, {value!r})" for directive, value in directives)
+
+
+# transformers passes texts to a template, no functions, so the clock is written in the language of templates.
 _FIXED_CLOCK = (
-    "{%- macro strftime_now(format) -%}"
-    "{{ {'%d %b %Y': '01 Jan 2025', '%B %d, %Y': 'January 01, 2025'}.get(format, '2025-01-01') }}"
-    "{%- endmacro -%}"
+    "{%- macro strftime_now(format) -%}{{ format"
+    + _replaced([("%%", "\0"), *((each, _DAY.strftime(each)) for each in _DIRECTIVES), ("\0", "%")])
+    + " }}{%- endmacro -%}"
 )
 
 Segments = list[tuple[str, bool]]
@@ -62,10 +74,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool, ends: Sequence[str] = ()) -> None:
-        """`ends`: texts of the tokens that end generation.
-
-        Raises ConfigError for named templates without a `default`.
-        """
+        """Raises ConfigError for named templates without a `default`."""
         templates = tokenizer.chat_template or BUILTIN_TEMPLATE
         if not isinstance(templates, dict):
             templates = {"default": templates}
@@ -80,7 +89,8 @@ class ChatRenderer:
         if "tool_use" in templates:
             self._tool_use = Template(tokenizer, templates["tool_use"])
         self._train_on_prompt = train_on_prompt
-        self._ends = tuple(ends)
+        self.ends = tuple(ends)
+        """Texts of the tokens that end generation."""
         self.findings = Findings()
         """Counts open answers and dropped texts."""
 
@@ -126,9 +136,9 @@ class ChatRenderer:
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         """Return the end of a turn with the next token, if this one ends generation and the turn has no such token."""
         behind = text[end:].lstrip()
-        if not behind or text[start:end].rstrip().endswith(self._ends):
+        if not behind or text[start:end].rstrip().endswith(self.ends):
             return end
-        marker = next((each for each in self._ends if behind.startswith(each)), None)
+        marker = next((each for each in self.ends if behind.startswith(each)), None)
         if marker is None:
             self.findings.num_open += 1
             return end

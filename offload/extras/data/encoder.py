@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS, ChatRenderer
+from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS, TOLD_DAY, ChatRenderer
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import RENDERED_FORMATS
 from offload.extras.data.picture_encoder import PictureEncoder, load_processor
@@ -81,6 +81,11 @@ class Encoder:
                 encoder.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
                     f"{ROLE_MARKERS[2]} before the turns, and this template is saved with the model."
+                )
+            if any(each.uses_template for each in sources) and "strftime_now" in str(encoder.rules.chat_template):
+                encoder.notes.append(
+                    f"The chat template writes the date of the day: {TOLD_DAY} in all conversations, so their tokens "
+                    "do not depend on the day."
                 )
             return encoder
         formats = set[str]().union(*(each.formats for each in sources))

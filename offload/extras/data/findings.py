@@ -27,6 +27,8 @@ class Findings:
     """Conversations split into several documents."""
     num_open: int = 0
     """Answers before another turn, without a token that ends generation."""
+    num_extended: int = 0
+    """Conversations that the chat template ends by a special token, not known to end generation, before the EOS."""
     num_dropped: int = 0
     """Texts that the chat template drops without an error: system messages, and `documents` of rows."""
     first_dropped: str = ""
@@ -60,7 +62,7 @@ class Findings:
 
     def add(self, batch: Findings) -> None:
         """Add the counts of a batch."""
-        for name in ("num_empty", "num_split", "num_open", "num_dropped"):
+        for name in ("num_empty", "num_split", "num_open", "num_extended", "num_dropped"):
             setattr(self, name, getattr(self, name) + getattr(batch, name))
         self.first_dropped = self.first_dropped or batch.first_dropped
 
@@ -81,6 +83,12 @@ class Findings:
                 "without a token behind them that ends generation, so a model does not learn to stop there: "
                 f"{counted(self.num_open, 'answer')} before other turns. Name the token at the end of an answer, or "
                 "the role marker behind it, in eos_token_id of the model's generation_config.json."
+            )
+        if self.num_extended:
+            yield (
+                "with the EOS behind the special token by which the chat template ends a conversation, since that "
+                f"token is not known to end generation: {counted(self.num_extended, 'document')}. To end there without "
+                "the EOS, name the token in eos_token_id of the model's generation_config.json."
             )
         if self.num_dropped:
             yield (

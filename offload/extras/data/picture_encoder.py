@@ -111,10 +111,13 @@ class PictureEncoder(TextEncoder):
 
         `is_part`: one document out of several for a conversation, possibly ending before the last pictures.
         """
-        # The end token is part of the text here, since the processor decides the tokens.
-        if self._ending and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._ending):
-            segments = [*segments, (self._ending, segments[-1][1])]
         text = "".join(text for text, _ in segments)
+        written = text.rstrip()
+        # The end token is part of the text here, since the processor decides the tokens.
+        if self._ending and segments and not written.endswith((*self._ends,)):
+            self._renderer.findings.num_extended += written.endswith(self._specials)
+            segments = [*segments, (self._ending, segments[-1][1])]
+            text += self._ending
         number = text.count(self._placeholder)
         if number > len(images) or (number < len(images) and not is_part):
             raise BadRow(

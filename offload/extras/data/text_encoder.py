@@ -142,8 +142,8 @@ class TextEncoder:
     """Encodes records in batches, in this process or in a worker.
 
     Plain text gets the tokenizer's special tokens around a sequence (e.g. a BOS), then an EOS. A conversation gets the
-    chat template, and an EOS unless the template has just written one. A long document in pieces is framed only at its
-    two ends.
+    chat template, and an EOS. What a text or the template has written itself comes once: tokens that begin a sequence,
+    and a token that ends generation. A long document in pieces is framed only at its two ends.
     """
 
     def __init__(self, tokenizer: Any, renderer: ChatRenderer, train_on_prompt: bool) -> None:
@@ -153,7 +153,9 @@ class TextEncoder:
         # A plain call also switches off truncation and padding stored in the tokenizer file.
         self._prefix, self._suffix = find_frame(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
-        self._eos_text = str(tokenizer.eos_token)
+        ends = dict.fromkeys((*renderer.ends, *(text for text in [tokenizer.eos_token] if text)))
+        self._ends: dict[str, int] = {text: tokenizer.convert_tokens_to_ids(text) for text in ends}
+        self._specials = tuple(each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
@@ -230,26 +232,35 @@ class TextEncoder:
         may_be_empty = isinstance(draft.request.record, Preference | Group)
         if not len(tokens.ids) and draft.opens and draft.closes and not may_be_empty:
             return None
-        if draft.is_framed and draft.opens and self._prefix:
-            # Only at the true ends: a piece in the middle of a document has no special tokens around it.
+        # Only at the true ends: a piece in the middle of a document has no special tokens around it.
+        opens = draft.is_framed and draft.opens
+        if opens and not self._is_written(self._prefix, tokens.ids[: len(self._prefix)], draft):
             tokens = tokens.with_frame(self._prefix, ())
         if draft.closes:
-            tokens = self._close(tokens, draft)
+            tokens = tokens.with_frame((), self._end_tokens(tokens.ids, draft))
         record, in_eval, _ = draft.request
         return EncodedDocument(record.where, in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
 
-    def _close(self, tokens: TokenizedText, draft: _Draft) -> TokenizedText:
-        """Append the end tokens of a document. They are trained if the last token is."""
-        closing: list[int] = []
-        if draft.is_framed:
-            closing += self._suffix
-        # A template may write a line end after the EOS, and a line end may be several tokens.
-        is_ended = draft.text.rstrip().endswith(self._eos_text) and self._eos in tokens.ids
+    @staticmethod
+    def _is_written(frame: list[int], ids: np.ndarray, draft: _Draft) -> bool:
+        """Return True if a text brings these special tokens itself, as one from a chat template does."""
         # An embedding is of the tokens that the tokenizer itself gives a text.
-        is_ended = is_ended or isinstance(draft.request.record, Group)
-        if self._eos is not None and self._eos not in closing and not is_ended:
-            closing.append(self._eos)
-        return tokens.with_frame((), closing)
+        return not isinstance(draft.request.record, Group) and ids.tolist() == frame
+
+    def _end_tokens(self, ids: np.ndarray, draft: _Draft) -> list[int]:
+        """Return the tokens to append to a document with these ids."""
+        closing: list[int] = []
+        # A template may write a line end after its end, and a line end may be several tokens.
+        written = draft.text.rstrip()
+        is_group = isinstance(draft.request.record, Group)
+        if not is_group and any(written.endswith(text) and number in ids for text, number in self._ends.items()):
+            return closing
+        if draft.is_framed and not self._is_written(self._suffix, ids[len(ids) - len(self._suffix) :], draft):
+            closing += self._suffix
+        if self._eos is None or self._eos in closing or is_group:
+            return closing
+        self._renderer.findings.num_extended += not draft.is_framed and written.endswith(self._specials)
+        return [*closing, self._eos]
 
     def _finish_documents(
         self, record: Record, parts: Sequence[EncodedDocument | _Draft], tokenized: Iterator[TokenizedText | BadRow]

@@ -21,6 +21,7 @@ from offload.app.hf.read import read_model
 from offload.app.stored_model import read_stored
 from offload.errors import ConfigError, OffloadError, counted, warn
 from offload.extras.adapters.adapters import insert_adapter
+from offload.extras.data.text_encoder import find_frame
 from offload.extras.data.tokenizer import end_token_ids, load_tokenizer, tokenizer_folder
 from offload.extras.generate.streamed_model import ReadFromOutside, StreamedModel
 from offload.machine.limits import memory
@@ -125,7 +126,12 @@ class Sampler:
 
     def encode(self, prompt: str) -> torch.Tensor:
         """Return the prompt tokens, [1, n]. Raises ConfigError."""
-        return self._checked(self.tokenizer(prompt)["input_ids"])
+        begin, _ = find_frame(self.tokenizer)
+        ids = self.tokenizer(prompt)["input_ids"]
+        # As in training: a prompt from a chat template brings the BOS itself.
+        if begin and ids[len(begin) :][: len(begin)] == begin:
+            ids = ids[len(begin) :]
+        return self._checked(ids)
 
     def encode_turns(self, turns: list[dict[str, str]]) -> torch.Tensor:
         """Return the tokens before the next answer in a conversation, [1, n]. Raises ConfigError."""
