@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import ConfigError, OffloadError, format_bytes, warn
+from offload.fused_attention import Capability, has_cudnn_fault, torch_version
 from offload.user_cache import hash_paths, kept_bytes
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
@@ -28,10 +29,6 @@ PINNING_ADVICE = (
 )
 _FP8_STREAMS = 2, 12
 """First torch whose FP8 products with row scales follow the current stream on Ada (pytorch #177651)."""
-_HOPPER = 9
-"""Major compute capability of H100, H200 and GH200."""
-_CUDNN_FAULT = (2, 11), (2, 14)
-"""First torch with NaN gradients of cuDNN's attention on Hopper, and first torch without a test (pytorch #196678)."""
 _bounds: dict[torch.device, list[int]] = {}
 """Allocator limits per device, in bytes: first the memory already allocated before any limit, then one entry per active
 `bound`. A process has a single allocator.
@@ -153,24 +150,22 @@ def single_queue(device: torch.device, environ: Mapping[str, str] = os.environ) 
     return name
 
 
-def _torch_version() -> tuple[int, ...]:
-    """Return the first two numbers of torch's version."""
-    return tuple(map(int, torch.__version__.split(".")[:2]))
+def capability_of(device: torch.device) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU; None for another device."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return open_accelerator(device).capability
 
 
 def masked_attention_fault(device: torch.device) -> str:
-    """Return the names of torch and GPU where cuDNN's attention with a mask can give NaN gradients. Empty: it does not,
-    or is switched off.
+    """Return the names of torch and GPU where cuDNN's attention with a mask can give wrong gradients. Empty: it does
+    not, or is switched off.
 
     torch prefers cuDNN there. The gradients of a row are NaN if all its scores are far below zero.
     """
-    is_used = runs_gpu_kernels(device.type) and not torch.version.hip and torch.backends.cuda.cudnn_sdp_enabled()
-    if not is_used or not _CUDNN_FAULT[0] <= _torch_version() < _CUDNN_FAULT[1]:
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not has_cudnn_fault(capability_of(device)):
         return ""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    if properties.major != _HOPPER:
-        return ""
-    return f"torch {torch.__version__} on {properties.name}"
+    return f"torch {torch.__version__} on {torch.get_device_module(device).get_device_properties(device).name}"
 
 
 def open_accelerator(device: torch.device) -> Accelerator:
@@ -213,6 +208,11 @@ class Accelerator:
                 f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
             )
         return description
+
+    @property
+    def capability(self) -> Capability | None:
+        """Compute capability of an NVIDIA GPU: what its kernels can. None: another device."""
+        return None
 
     @property
     def hardware(self) -> tuple[str, str | None]:
@@ -428,23 +428,28 @@ class CudaAccelerator(Accelerator):
     _sleeping: Mapping[str, bool] = {"blocking": True}  # ignored by torch.Event
 
     @property
-    def has_bf16(self) -> bool:
+    def capability(self) -> Capability | None:
         properties = self.module.get_device_properties(self.device)
-        return bool(torch.version.hip) or (properties.major, properties.minor) >= _BF16_CAPABILITY
+        if torch.version.hip or not hasattr(properties, "major"):
+            return None
+        return properties.major, properties.minor
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability is None or self.capability >= _BF16_CAPABILITY
 
     @property
     def lacks_fp8(self) -> str:
         if torch.version.hip:
             return "is an AMD GPU, with another FP8 format"
-        properties = self.module.get_device_properties(self.device)
-        if (properties.major, properties.minor) < _FP8_CAPABILITY:
-            return f"has compute capability {properties.major}.{properties.minor}, and FP8 products need 8.9 or above"
+        if self.capability is not None and self.capability < _FP8_CAPABILITY:
+            number = "{}.{}".format(*self.capability)
+            return f"has compute capability {number}, and FP8 products need 8.9 or above"
         return ""
 
     @property
     def loses_fp8_stream(self) -> bool:
-        properties = self.module.get_device_properties(self.device)
-        return (properties.major, properties.minor) == _FP8_CAPABILITY and _torch_version() < _FP8_STREAMS
+        return self.capability == _FP8_CAPABILITY and torch_version() < _FP8_STREAMS
 
     def empty_cache(self) -> None:
         with suppress(AttributeError):  # torch has no public call for the workspaces of cuBLAS

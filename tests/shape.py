@@ -47,6 +47,7 @@ CORE, APPLICATION = "core", "application"
 RINGS = {
     CORE: "offload.__init__ offload.accelerators offload.amounts offload.arguments offload.checkpoint "
     "offload.conflicts offload.distributed offload.doors offload.engine offload.errors offload.extras offload.files "
+    "offload.fused_attention "
     "offload.interrupts offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
     "offload.planning offload.retired offload.schedule offload.setting_texts "
     "offload.sizes offload.system offload.tiers offload.user_cache",

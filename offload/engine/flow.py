@@ -25,7 +25,6 @@ from offload.engine.units.activation_offload import (
 from offload.engine.units.attention import attention_for
 from offload.engine.units.call import Router
 from offload.engine.units.execution_mode import ExecutionMode
-from offload.engine.units.masked_attention import MaskedAttention
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership
@@ -103,7 +102,7 @@ class Flow:
         self.router = Router(self.runner, self.recovery.recover)
 
         # What surrounds the units. Stages and attention may ask this host for all of the above.
-        self.stages = MaskedAttention.over(open_stages(self, settings), self, settings)
+        self.stages = open_stages(self, settings)
         self.runner.stages = self.stages
         size = settings.sequence_parallel
         self.attention = attention_for(size).open(model, size, self.comm, self.counters)

@@ -63,6 +63,7 @@ class Slots:
         regions = list(store.states)
         self._store = store
         self._device = store.device
+        self.torch_device = store.device.torch_device
         self._counters = store.counters
         self._residence = store.residence
         self._deferred = deferred

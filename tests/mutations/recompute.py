@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
-from offload.engine.units import call, keep, masked_attention, recompute_policy, snapshots
+from offload.engine.units import call, fitted_attention, keep, recompute_policy, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
-from offload.engine.units.masked_attention import MaskedAttention
 from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.extras.adapters import merge
 from offload.extras.large import kept_products, tiles
@@ -49,22 +48,18 @@ enter_as(
     fuzzed=True,
 )
 
-# Masks made inside a unit are not seen.
+# Attention with a mask keeps cuDNN.
 enter_as(
-    "masks-inside-units-unseen",
-    replaced(masked_attention, "is_masked", lambda *_: False),
-    "tests/engine/test_masked_attention.py",
+    "masks-computed-by-cudnn",
+    replaced(fitted_attention, "_left_out", lambda *_: nullcontext()),
+    "tests/engine/test_fitted_attention.py",
 )
 
-# cuDNN computes masked attention again, in the recomputation alone.
+# Grouped heads go to a kernel that does not take them.
 enter_as(
-    "masks-recomputed-by-cudnn",
-    replaced(
-        MaskedAttention,
-        "for_recomputation",
-        lambda stage, forward: stage.inner.for_recomputation(getattr(forward, "original", forward)),
-    ),
-    "tests/engine/test_masked_attention.py",
+    "grouped-heads-as-they-are",
+    replaced(fitted_attention, "fitted", lambda _, call: call),
+    "tests/engine/test_fitted_attention.py",
 )
 
 

@@ -54,7 +54,7 @@ class PlainPass:
         self._is_running = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
-                result = unit.forward(*args, **kwargs)
+                result = unit.compute(*args, **kwargs)
         finally:
             self._is_running = False
         result = tree_map_only(torch.Tensor, self._runner.copy_from_slot, result)

@@ -182,13 +182,13 @@ class OriginalForward(Stage):
         """Release nothing."""
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
-        return unit.forward
+        return unit.compute
 
     def for_recomputation(self, forward: Forward) -> Forward:
         return forward
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
-        return unit.forward
+        return unit.compute
 
     def term_of(self, term: Callable[..., Any]) -> Callable[..., Any]:
         return term

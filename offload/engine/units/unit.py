@@ -19,6 +19,7 @@ from torch import nn
 
 from offload.engine.gradients.flow import take_gradient
 from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
+from offload.engine.units.fitted_attention import with_fitted_attention
 from offload.engine.units.offloaded_tensor import OffloadedTensor, lend_gradient
 from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
@@ -89,6 +90,8 @@ class Unit:
         # Forwards of the module, known from `route` on.
         self.forward: Callable[..., Any]
         """The original one."""
+        self.compute: Callable[..., Any]
+        """The same, with attention that fits the device."""
         self._is_routed = False
         self._routed: Callable[..., Any] | None = None
         self._own_forward: Callable[..., Any] | None = None  # in `vars(module)`; None too for the class's forward
@@ -244,6 +247,7 @@ class Unit:
         """Redirect module calls to `receiver.target(unit, args, kwargs)`. The forward signature stays readable."""
         self._own_forward = self.module.__dict__.get("forward")
         self.forward = self.module.forward
+        self.compute = with_fitted_attention(self.forward, self._slots.torch_device)
         self._is_routed = True
 
         @functools.wraps(self.forward)

@@ -238,7 +238,7 @@ class StreamedModel:
         begin = self._lanes.now()
         try:
             unit.install_live()
-            result = unit.forward(*args, **kwargs)
+            result = unit.compute(*args, **kwargs)
         finally:
             unit.install_placeholders()
             self._running_unit = None

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, largest_excess, same_bits, tolerance
 from offload.engine.loss.cross_entropy import Term, log_probs_with_gradient
-from offload.engine.units.masked_attention import masks_left_out
+from offload.engine.units.fitted_attention import fit_graph
 from offload.engine.units.stages import Host, Stage
 from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
@@ -134,7 +134,7 @@ class CompiledForwards(Stage):
             if type(unit.module) not in self._failed:
                 self._failed.add(type(unit.module))
                 self._refuse(unit, _format_error(error))
-        return unit.forward(*args, **kwargs)
+        return unit.compute(*args, **kwargs)
 
     def _run_counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
         before = _num_graphs()
@@ -162,7 +162,7 @@ class CompiledForwards(Stage):
                 raise RuntimeError(f"it changes {evidence.changed} in place")
             return [t.clone() for t in evidence.results if t.is_floating_point()], evidence.gradients
 
-        results, gradients = run(unit.forward, has_graph)
+        results, gradients = run(unit.compute, has_graph)
         compiled_results, _ = run(function, False)
         before = self.num_graphs
         repeated_results, _ = run(function, False)  # a recomputation must give the same bits
@@ -245,7 +245,8 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
             "joint_custom_pre_pass": _merge_pass(),
         }
     share = 1.0 if _is_random(graph, inputs) else _GRAPH_SHARE
-    with config.patch(activation_memory_budget=share), masks_left_out(graph, inputs):
+    fit_graph(graph)
+    with config.patch(activation_memory_budget=share):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 

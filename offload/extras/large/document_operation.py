@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.accelerators import open_accelerator, runs_gpu_kernels
+from offload.engine.units.fitted_attention import attention_fitted
 from offload.tiers.blocks import CACHES
 
 _MOST_BATCHES = 64
@@ -127,7 +128,9 @@ def by_loop(
         band = None
         if length > documents.window:
             band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - documents.window)
-        results.append(attend(module, *parts, band, **{**options, "is_causal": True})[0])  # [1, length, heads, width]
+        with attention_fitted(query.device):  # an operation in a traced block has no context around it
+            found = attend(module, *parts, band, **{**options, "is_causal": True})[0]
+        results.append(found)  # [1, length, heads, width]
     joined = torch.cat(results, 1)
     return joined.view(query.shape[0], documents.tokens, *joined.shape[2:])
 

@@ -75,8 +75,8 @@ class TiledForwards(Stage):
         key = build_key(unit), arguments.structure, tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         with trial.restoring():
             trials, equal = RowTrials(trial), self._by_build.get(key)
-            found = equal and trials.confirm(equal, unit.forward, tensors)
-            tiles = found or trials.find(unit.forward, tensors, rows)
+            found = equal and trials.confirm(equal, unit.compute, tensors)
+            tiles = found or trials.find(unit.compute, tensors, rows)
         self._by_build.setdefault(key, tiles)  # the first unit stays the example for all of its build
         return tiles
 
@@ -164,4 +164,4 @@ class TiledForwards(Stage):
         if size is None or length <= size:
             return None
         self._sizes[unit.name] = size
-        return TiledForward(unit.forward, tiles.modules, size, unit_input.device.type)
+        return TiledForward(unit.compute, tiles.modules, size, unit_input.device.type)
