@@ -151,7 +151,7 @@ def single_queue(device: torch.device, environ: Mapping[str, str] = os.environ) 
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Return the compute capability of an NVIDIA GPU; None for another device."""
+    """Return the compute capability; None for devices other than NVIDIA GPUs."""
     if device.type in ("cpu", "meta"):
         return None
     return open_accelerator(device).capability
@@ -211,7 +211,7 @@ class Accelerator:
 
     @property
     def capability(self) -> Capability | None:
-        """Compute capability of an NVIDIA GPU: what its kernels can. None: another device."""
+        """Compute capability. None: not an NVIDIA GPU."""
         return None
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Capability = tuple[int, int]
-"""Compute capability of an NVIDIA GPU, major and minor."""
+"""NVIDIA compute capability, major and minor."""
 PREFERS_CUDNN = 9, 10
 """Major capabilities on which torch takes cuDNN first: Hopper, B200 and B300."""
 _CUDNN_FAULT = (2, 11), (2, 14)
@@ -21,7 +21,7 @@ _GROUPED_EFFICIENT = 2, 14
 """First torch whose memory-efficient attention takes fewer heads of keys than of queries (pytorch #191085)."""
 _HALVES = torch.float16, torch.bfloat16
 _PARAMETERS = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
-"""Parameters of `scaled_dot_product_attention` that may be positional."""
+"""Positional parameters in `scaled_dot_product_attention`."""
 
 
 def torch_version() -> tuple[int, ...]:
