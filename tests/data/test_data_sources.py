@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from datasets.data_files import DataFilesDict, get_data_patterns
 
 from offload.errors import ConfigError
 from offload.extras.data.docstrings import docstring_chats
-from offload.extras.data.sources import SourceFile, hash_files, held_out_files, split_hash
+from offload.extras.data.sources import SourceFile, find_files, hash_files, held_out_files, split_hash
 from offload.extras.data.storage import LocalFile
-from tests.data.asked import files_of
+from tests.data.asked import files_of, source_of
 
 
 @pytest.fixture
@@ -89,8 +90,11 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
         ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "save_to_disk"]),
         ("data/part-0.parquet", ["part-0.parquet is empty"]),
         ("text.txt.bz2", ["text.txt.bz2 is a compressed file", "bunzip2"]),
-        ("train.jsonl test.jsonl", ["several splits: test.jsonl, train.jsonl", "'{folder}/train.jsonl'"]),
-        ("train/0.bin val/0.bin", ["several splits: train/0.bin, val/0.bin"]),
+        (
+            "train.jsonl test.jsonl",
+            ["several splits: test.jsonl (test), train.jsonl (train)", "'{folder}/train.jsonl'"],
+        ),
+        ("train/0.bin val/0.bin", ["several splits: train/0.bin (train), val/0.bin (validation)"]),
     ],
 )
 def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
@@ -102,6 +106,68 @@ def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
     with pytest.raises(ConfigError, match=r"data\.source") as error:
         files_of(str(tmp_path))
     assert not [word for word in words if word.format(folder=tmp_path) not in str(error.value)], str(error.value)
+
+
+_SHAPES = """
+train.jsonl test.jsonl | train-00000-of-00001.jsonl test-00000-of-00001.jsonl | train_sft.jsonl test_sft.jsonl
+data/train_sft-00000-of-00001.jsonl data/test_sft-00000-of-00001.jsonl data/train_gen-00000-of-00001-ab12.jsonl
+train_sft-00000-of-00002.jsonl train_sft-00001-of-00002.jsonl test_sft-00000-of-00001.jsonl
+my_train.jsonl my_eval.jsonl | en_train.jsonl en_validation.jsonl | data.train.jsonl data.test.jsonl
+corpus-train-1.jsonl corpus-test-1.jsonl | train/a.jsonl test/a.jsonl | a/train.jsonl a/dev.jsonl
+train1.jsonl val2.jsonl
+training.jsonl testing.jsonl evaluation.jsonl | train.jsonl valid.jsonl | my-train-data/a.jsonl my-val/b.jsonl
+train/test.jsonl train/b.jsonl | train_test.jsonl | a/b/train/c/d.jsonl a/b/eval/c/d.jsonl | train.jsonl dev/a.jsonl
+train-v1.2.jsonl dev-v1.2.jsonl | a.jsonl b.jsonl | latest.jsonl contest.jsonl | trainer.jsonl tests.jsonl | test.jsonl
+train.jsonl more.jsonl | dev.jsonl | test/a.jsonl test/b.jsonl | data/a.jsonl data/b.jsonl
+sub/train-00000-of-00001.jsonl
+data/en-00000-of-00001.jsonl data/fr-00000-of-00001.jsonl | train.txt valid.txt test.txt | wiki.train.txt wiki.test.txt
+2024train3.jsonl 2024test3.jsonl | evaluations.jsonl a.jsonl | validate.jsonl train.jsonl
+train.csv test.csv | train.parquet.jsonl | data/train-00000-of-00001.jsonl extra/test.jsonl | test.train.jsonl
+"""
+
+
+@pytest.mark.parametrize("shape", _SHAPES.replace("\n", "|").strip("|").split("|"))
+def test_the_splits_of_a_folder_are_those_of_datasets(tmp_path: Path, shape: str) -> None:
+    """Break: compare whole names."""
+    for name in shape.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    theirs = DataFilesDict.from_patterns(get_data_patterns(str(tmp_path)), str(tmp_path))
+    splits = {
+        split: {Path(path).relative_to(tmp_path).as_posix() for path in theirs[split]} for split in map(str, theirs)
+    }
+    every = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    has_splits = splits != {"train": every}
+    for split, expected in splits.items():
+        if has_splits:
+            assert set(names(find_files(source_of(str(tmp_path), split=split), []))) == expected
+    refused = [f"{tmp_path}/**/*.*"] * (len(splits) > 1)
+    for source in (str(tmp_path), f"file://{tmp_path}"):
+        # The last: `datasets` has one split of dev/a.jsonl and train.jsonl, the first alone.
+        if len(splits) > 1 or not ("train" in splits or set().union(*splits.values()) == every):
+            refused.append(source)
+        else:
+            assert set(names(files_of(source))) == next(iter(splits.values()))
+    for source in refused:
+        for data_format in ("auto", "messages"):
+            # A format of rows reads no texts.
+            if data_format == "auto" or ".txt" not in shape:
+                with pytest.raises(ConfigError, match="files of several splits"):
+                    files_of(source, data_format)
+
+
+def test_files_of_no_split_are_told_beside_train_and_refused_beside_test(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "train.jsonl"):
+        (tmp_path / name).write_text("")
+    notes: list[str] = []
+    assert names(files_of(str(tmp_path), notes=notes)) == ["train.jsonl"]
+    assert notes == [f"{tmp_path} has the split train by its file names. Files of no split are not read: a.jsonl."]
+    assert names(files_of(f"{tmp_path}/*")) == ["a.jsonl", "train.jsonl"], "a glob names each file"
+    (tmp_path / "train.jsonl").rename(tmp_path / "Test.jsonl")
+    for source in (tmp_path, tmp_path / "*"):
+        with pytest.raises(ConfigError, match=r"Test.jsonl \(test\), a.jsonl \(no split\)"):
+            files_of(str(source))
+    assert names(files_of([f"{tmp_path}/Test.jsonl", f"{tmp_path}/a.jsonl"])) == ["Test.jsonl", "a.jsonl"]
 
 
 def test_a_file_with_several_names_is_read_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

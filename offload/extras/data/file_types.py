@@ -74,7 +74,16 @@ _UNPACK = (
     "unxz, unzip, tar -x) and give the unpacked files"
 )
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
+# Splits as `datasets` finds them in names (`datasets.data_files`): the names of each split, between these separators.
+_SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SEPARATORS = "[-._ 0-9]"
+_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_DATA_SET_TEXTS = frozenset({".txt", ".text"})
+"""Texts that data sets consist of. Names in a tree of sources or documents say nothing about splits."""
 _NUM_NAMED = 3
 
 
@@ -198,38 +207,77 @@ def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str
     )
 
 
-def select_split(
-    source: str, paths: Sequence[FilePath], split: str | None, setting: str = "data.source"
-) -> list[FilePath]:
-    """Return the files in one split, by file or folder names.
+def splits_of(paths: Iterable[FilePath], folder: PurePath) -> dict[str, list[FilePath]]:
+    """Return the files of each split in a folder, as `datasets` has them. Empty: no name tells of a split.
 
-    Without `split`: all files, unless there are several splits. Raises ConfigError.
+    Files of no split are in none. A file may be in several splits.
     """
     splits: dict[str, list[FilePath]] = {}
-    for path in paths:
-        # A split stands in the file name (train-00000-of-00002.parquet) or in the folder (train/0.parquet).
-        names = {
-            match[1]
-            for name in (path.parent.name, decompressed_name(path).stem)
-            if (match := _SPLIT.fullmatch(name.lower()))
-        }
-        for name in names:
-            splits.setdefault(name, []).append(path)
-    if split is not None and splits:
-        if split not in splits:
-            raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
-        return splits[split]
-    check_split(source, split, setting)
-    # Texts named `train` and `test` are ordinary: a folder of source code has both.
-    is_text = all(_file_type(path) in ("text", "") for path in paths)
-    if "train" in splits and len(splits) > 1 and not is_text:
-        listed = ", ".join(str(files[0].relative_to(source)) for _, files in sorted(splits.items()))
+    names = {path: path.relative_to(folder) for path in paths}
+    # The names of shards come first: they may say any split. Folders come before files.
+    for path, name in names.items():
+        if match := _SHARD.fullmatch(name.as_posix()):
+            splits.setdefault(match[1], []).append(path)
+    for in_folders in (True, False):
+        if splits:
+            break
+        for path, name in names.items():
+            words, end = (name.name,), _SEPARATORS
+            if in_folders:
+                words, end = name.parent.parts, f"({_SEPARATORS}|$)"
+            for split, keywords in _SPLIT_NAMES.items():
+                pattern = f"(^|{_SEPARATORS})({'|'.join(keywords)}){end}"
+                if any(re.search(pattern, word, re.IGNORECASE) for word in words):
+                    splits.setdefault(split, []).append(path)
+    return splits
+
+
+def select_split(
+    source: str,
+    paths: Sequence[FilePath],
+    folder: PurePath,
+    split: str | None,
+    notes: list[str],
+    *,
+    is_glob: bool,
+    setting: str = "data.source",
+) -> list[FilePath]:
+    """Return the files in one split, by file or folder names below `folder`.
+
+    Without `split`: of a folder the only split, of a glob all files. `notes` receives a message about files of no
+    split. Raises ConfigError for several splits without a choice, and for an absent one.
+    """
+    splits = splits_of(paths, folder)
+    # Names in a tree of sources or documents are ordinary, unless a split is requested.
+    is_data_set = all(suffix_of(path) in _DATA_SET_TEXTS for path in paths) and {"train"} < splits.keys()
+    is_tree = all(_file_type(path) in ("text", "") for path in paths) and not is_data_set
+    if not splits or (split is None and is_tree):
+        check_split(source, split, setting)
+        return list(paths)
+    others = [path for path in paths if not any(path in files for files in splits.values())]
+    if split is None and (len(splits) > 1 or (others and "train" not in splits)):
+        firsts = {name: files[0] for name, files in sorted(splits.items())}
+        first = firsts.get("train", min(firsts.values()))
+        if others:
+            firsts["no split"] = others[0]
+        listed = ", ".join(f"{file.relative_to(folder)} ({name})" for name, file in firsts.items())
         raise ConfigError(
-            f"{setting}={source!r} is a folder with several splits: {listed}. Without a choice the run would train on "
-            f"all of them: name the files of one split, such as {str(splits['train'][0])!r}, or its split in "
-            "data.sources; data.eval_share holds out a part."
+            f"{setting}={source!r} has files of several splits: {listed}. Without a choice the run would read all of "
+            f"them: name the files of one split, such as {str(first)!r}, or its split in data.sources; "
+            "data.eval_share holds out a part. To read several splits, name the files of each."
         )
-    return list(paths)
+    # A split may be requested by another of its names: `val` for `validation`.
+    name = next((each for each, names in _SPLIT_NAMES.items() if split in names and split not in splits), split)
+    if name is None:
+        if is_glob:
+            return list(paths)
+        (name,) = splits
+        if others:
+            listed = first_names([str(path.relative_to(folder)) for path in others], _NUM_NAMED)
+            notes.append(f"{source} has the split {name} by its file names. Files of no split are not read: {listed}.")
+    if name not in splits:
+        raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
+    return splits[name]
 
 
 def check_split(source: str, split: str | None, setting: str) -> None:

@@ -12,7 +12,7 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
 import xxhash
 
@@ -143,7 +143,7 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
     if path.startswith("builtin:"):
         return _find_builtin(path, source)
     if "://" in path:
-        return _find_remote(path, source)
+        return _find_remote(path, source, notes)
     local = Path(path).expanduser()
     if local.is_file():
         check_split(path, source.split, source.setting)
@@ -159,7 +159,7 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
             raise ConfigError(f"{source.setting}={path!r} matches no file (looked from {base.absolute()}).")
         if source.format == "auto":
             check_one_type(path, matches, is_folder=False, setting=source.setting)
-        check_split(path, source.split, source.setting)
+        matches = select_split(path, matches, base, source.split, notes, is_glob=True, setting=source.setting)
         return [_file(LocalFile(p), p.relative_to(base).as_posix(), source) for p in matches]
     if _may_be_on_hub(path, source):
         data_set = from_hub(path, source.name, source.revision, source.split, source.setting)
@@ -206,23 +206,24 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
         )
     if note := skipped_note(path, inside, suffixes_read):
         notes.append(note)
-    # A named format reads all files, so splits then need the setting `split`.
-    if source.format == "auto" or source.split:
-        paths = select_split(path, paths, source.split, source.setting)
+    paths = select_split(path, paths, folder, source.split, notes, is_glob=False, setting=source.setting)
     return [_file(LocalFile(p), p.relative_to(folder).as_posix(), source) for p in paths]
 
 
-def _find_remote(url: str, source: Source) -> list[SourceFile]:
+def _find_remote(url: str, source: Source, notes: list[str]) -> list[SourceFile]:
     files, base = remote_files(url, source.setting)
     suffixes_read = _suffixes(source.format) | UNREAD_SUFFIXES
-    if len(files) > 1 or base == url.rstrip("/"):
+    is_folder = base == url.rstrip("/")
+    if len(files) > 1 or is_folder:
         files = [file for file in files if suffix_of(file.name) in suffixes_read]
         if source.format == "auto":
             check_one_type(url, [file.name for file in files], is_folder=True, setting=source.setting)
     if not files:
         raise ConfigError(f"{source.setting}={url!r} matches no file to read (data.format={source.format}).")
-    check_split(url, source.split, source.setting)
-    return [_file(file, file.url.removeprefix(f"{base}/"), source) for file in files]
+    by_name = {PurePosixPath(file.url.removeprefix(base).lstrip("/")): file for file in files}
+    root = PurePosixPath()
+    names = select_split(url, list(by_name), root, source.split, notes, is_glob=not is_folder, setting=source.setting)
+    return [_file(by_name[name], str(name), source) for name in names]
 
 
 def _find_builtin(path: str, source: Source) -> list[SourceFile]:
