@@ -74,7 +74,7 @@ _UNPACK = (
     "unxz, unzip, tar -x) and give the unpacked files"
 )
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-# Splits as `datasets` finds them in names (`datasets.data_files`): the names of each split, between these separators.
+# Splits by name, as `datasets` has them (`datasets.data_files`): words for each, between these separators.
 _SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -83,7 +83,7 @@ _SPLIT_NAMES = {
 _SEPARATORS = "[-._ 0-9]"
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _DATA_SET_TEXTS = frozenset({".txt", ".text"})
-"""Texts that data sets consist of. Names in a tree of sources or documents say nothing about splits."""
+"""Texts in data sets. Names in a tree with sources or documents say nothing about splits."""
 _NUM_NAMED = 3
 
 
@@ -208,13 +208,13 @@ def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str
 
 
 def splits_of(paths: Iterable[FilePath], folder: PurePath) -> dict[str, list[FilePath]]:
-    """Return the files of each split in a folder, as `datasets` has them. Empty: no name tells of a split.
+    """Return the files for each split in a folder, as `datasets` has them. Empty: no name tells a split.
 
-    Files of no split are in none. A file may be in several splits.
+    A file may be in several splits, or in none.
     """
     splits: dict[str, list[FilePath]] = {}
     names = {path: path.relative_to(folder) for path in paths}
-    # The names of shards come first: they may say any split. Folders come before files.
+    # Shards come first: their names may say any split. Folders come before files.
     for path, name in names.items():
         if match := _SHARD.fullmatch(name.as_posix()):
             splits.setdefault(match[1], []).append(path)
@@ -244,11 +244,11 @@ def select_split(
 ) -> list[FilePath]:
     """Return the files in one split, by file or folder names below `folder`.
 
-    Without `split`: of a folder the only split, of a glob all files. `notes` receives a message about files of no
-    split. Raises ConfigError for several splits without a choice, and for an absent one.
+    Without `split`: the only split in a folder, all files by a glob. `notes` receives a message about files without
+    a split. Raises ConfigError for several splits without a choice, and for an absent one.
     """
     splits = splits_of(paths, folder)
-    # Names in a tree of sources or documents are ordinary, unless a split is requested.
+    # Names in a tree with sources or documents are ordinary, unless a split is requested.
     is_data_set = all(suffix_of(path) in _DATA_SET_TEXTS for path in paths) and {"train"} < splits.keys()
     is_tree = all(_file_type(path) in ("text", "") for path in paths) and not is_data_set
     if not splits or (split is None and is_tree):
@@ -266,7 +266,7 @@ def select_split(
             f"them: name the files of one split, such as {str(first)!r}, or its split in data.sources; "
             "data.eval_share holds out a part. To read several splits, name the files of each."
         )
-    # A split may be requested by another of its names: `val` for `validation`.
+    # A split may be requested by another name: `val` for `validation`.
     name = next((each for each, names in _SPLIT_NAMES.items() if split in names and split not in splits), split)
     if name is None:
         if is_glob:

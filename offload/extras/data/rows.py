@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from offload.errors import ConfigError, counted
+from offload.errors import ConfigError, counted, describe
 from offload.extras.data.sources import SourceFile
 from offload.extras.data.storage import DataSet, first_bad_byte, library, open_decompressed
 
@@ -332,16 +332,32 @@ def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
             step, in_json = _piece_rows(batch.nbytes, batch.num_rows), json_columns(batch.schema)
             for begin in range(0, batch.num_rows, step):
                 # Python objects take many times the bytes of a column, so a batch is converted in pieces.
-                for content in batch.slice(begin, step).to_pylist():
-                    yield f"{file.place}, row {row}", _from_json(without_nulls(content), in_json)
+                for content in _contents(batch.slice(begin, step)):
+                    where = f"{file.place}, row {row}"
+                    if isinstance(content, Exception):
+                        content = BadRow(f"{where} has a value without a Python form: {describe(content)}.")
+                    else:
+                        content = _from_json(without_nulls(content, in_json), in_json)
+                    yield where, content
                     row += 1
+
+
+def _contents(piece: Any) -> list[Any]:
+    """Return the rows in a piece, maps as dictionaries. An unreadable row is an exception."""
+    try:
+        return list(piece.to_pylist(maps_as_pydicts="strict"))
+    except Exception as error:  # a date after the year 9999, a key twice in a map
+        if piece.num_rows == 1:
+            return [error]
+        return [each for at in range(piece.num_rows) for each in _contents(piece.slice(at, 1))]
 
 
 def json_columns(schema: Any) -> Any:
     """Return the places of JSON in a row, for `_from_json` and `without_nulls`.
 
     `datasets` has columns, elements and keys of the type `Json()`: `arrow.json` in Arrow, or a text and a note in the
-    metadata. A place is True, a dictionary of keys, or a list with the place in each element. None: no JSON.
+    metadata. A place is True, a dictionary by keys, or a list with the place in each element. None: no JSON. A map
+    (from Spark, duckdb, polars) is a place too: a null in it is a value.
     """
     # The types of `datasets` stand in the metadata of the schema.
     features = json.loads((schema.metadata or {}).get(b"huggingface") or "{}").get("info", {}).get("features") or {}
@@ -356,12 +372,14 @@ def _json_places(arrow_type: Any, feature: Any) -> Any:
     is_json = getattr(arrow_type, "extension_name", "") == "arrow.json" or feature.get("_type") == "Json"
     if is_json:
         return feature.get("decode", True)
-    if hasattr(arrow_type, "value_field"):  # lists of any kind, and maps
+    if hasattr(arrow_type, "key_type"):
+        return True
+    if hasattr(arrow_type, "value_field"):  # lists
         place = _json_places(arrow_type.value_type, feature.get("feature"))
         if not place:
             return None
         return [place]
-    if not getattr(arrow_type, "num_fields", 0):
+    if not hasattr(arrow_type, "fields"):  # no structure
         return None
     found = {field.name: _json_places(field.type, feature.get(field.name)) for field in arrow_type.fields}
     return {name: place for name, place in found.items() if place} or None
