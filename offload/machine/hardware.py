@@ -9,7 +9,7 @@ from typing import Any
 ATTENTION_SHARE = 0.63
 """Attention rate relative to matrix products, for machines without a measured rate.
 
-Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 473 of 749 TFLOP/s.
+Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 458 of 731 TFLOP/s.
 """
 _MOVED_SHARE = 0.64
 """Rate of elementwise kernels relative to plain memory traffic, for machines without a measured rate.
@@ -19,8 +19,12 @@ the assumption is the cautious one.
 """
 FP8 = "fp8"
 """Key of the rate of FP8 products."""
-FP8_GAIN = 1.9
-"""Assumed rate of FP8 products on a measured device, relative to bf16: data sheets have 2."""
+FP8_GAINS = {"fp8_tensorwise": 1.78, "fp8_rowwise": 1.71}
+"""FP8 products as fast as so many in bf16, by `train.matmul`.
+
+Measured on an H200 in four shapes (benchmarks/results/gpu-nvidia-h200.json): 1.74 to 1.82 with one scale a tensor, 1.68
+to 1.75 with one a row. Data sheets have 2.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Rates:
     h2d_bytes_per_s, d2h_bytes_per_s: copies between pinned memory and device, one direction at a time.
     both_ways_bytes_per_s: both directions concurrently, summed.
     flops_per_s: torch matrix products, by precision: "fp32"; "bf16", or "fp16" for a device without
-        bf16; and "fp8" if the device has such products. See `flops`.
+        bf16; and "fp8" if the device has such products, with one scale a tensor. See `flops` and `fp8_flops`.
     device_bytes_per_s: device memory reads and writes in long stretches, such as the operands of a product.
     host_bytes_per_s: host memory reads and writes by all cores, in place, as in an update.
     launch_s: seconds to launch a small torch operation from Python, forward only.
@@ -80,6 +84,12 @@ class Rates:
             precision = "bf16"
         return rates.get(precision, rates["fp32"])
 
+    def fp8_flops(self, matmul: str, precision: str) -> float:
+        """Return the rate of products by `train.matmul` in FLOP/s. A CPU emulates FP8."""
+        if FP8 not in self.flops_per_s or matmul not in FP8_GAINS:
+            return self.flops(precision)
+        return self.flops_per_s[FP8] * FP8_GAINS[matmul] / FP8_GAINS["fp8_tensorwise"]
+
     def attention(self, precision: str) -> float:
         """Return the rate of fused attention in FLOP/s."""
         measured = (self.attention_flops_per_s or {}).get(precision)
@@ -96,19 +106,29 @@ class Rates:
         return measured
 
     @property
-    def disk_share(self) -> float:
-        """Part of the time of a disk transfer in which no transfer in the other direction can run: 0 to 1.
+    def disk_shares(self) -> dict[str, float]:
+        """Share, by link, that a disk transfer's time keeps the other direction from the disk: 0 to 1.
 
-        1: a disk that reads and writes in turn. 0: reads and writes do not slow each other.
+        1: a disk that reads and writes in turn. Empty: reads and writes do not slow each other.
         """
         read = self.nvme_read_bytes_per_s
         write = self.nvme_write_bytes_per_s
         both = self.nvme_both_ways_bytes_per_s
         if read is None or write is None or both is None:  # no disk, or no measurement
-            return 0.0
+            return {}
         seconds_in_turn = 1 / read + 1 / write  # for a byte in each direction
         seconds_together = 2 / both
-        return min(1.0, seconds_together / seconds_in_turn)
+        return dict.fromkeys(("nvme_read", "nvme_write"), min(1.0, seconds_together / seconds_in_turn))
+
+    @property
+    def host_shares(self) -> dict[str, float]:
+        """Share, by link, that a transfer's time keeps other links from the host's memory.
+
+        Updates and copies use one memory: beside an H200, AdamW and copies together moved 162 to 176 GB/s with 8 to 16
+        threads, as much as AdamW alone.
+        """
+        memory = self.host_bytes_per_s
+        return {"update": 1.0, "h2d": self.h2d_bytes_per_s / memory, "d2h": self.d2h_bytes_per_s / memory}
 
     @property
     def has_disk(self) -> bool:

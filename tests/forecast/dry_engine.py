@@ -87,7 +87,7 @@ class CountedLanes(SimulatedLanes):
         self._step = step
         self._counter = counter
         self._charged = counter.cost
-        super().__init__(step.seconds(), in_stream=plan.in_stream, inline=plan.inline, disk_share=plan.disk_share)
+        super().__init__(step.seconds(), in_stream=plan.in_stream, inline=plan.inline, shared=plan.shared)
 
     def charge(self) -> None:
         """Let compute do the operations so far."""

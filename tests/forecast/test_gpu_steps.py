@@ -1,8 +1,8 @@
 """Forecasts for an H200 beside steps measured there (benchmarks/results/gpu-nvidia-h200.json).
 
-Two steps were profiled, and five kinds of steps timed in a long run. The rates of the described machine are the means
-of the profiled steps, so neither step is met exactly: the larger step kept the GPU at its power limit for longer, and
-products and elementwise kernels were 7 % slower there.
+Two eager steps and a compiled one were profiled, and five kinds timed in a long run. Products and attention are
+described as in the compiled step. Eager steps are not met exactly: the GPU is at its power limit where no other kernels
+lie between products.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def by_kind(step: PlannedStep) -> dict[str, float]:
 
     def add(cost: Cost, num_runs: int) -> None:
         cost = replace(cost, copied_bytes=0.0)  # the profiler counts these as copies, beside those of the links
-        for kind, seconds in zip(totals, kernel_seconds(cost, "bf16", step.hardware.rates), strict=True):
+        for kind, seconds in zip(totals, kernel_seconds(cost, step.settings, step.hardware.rates), strict=True):
             totals[kind] += num_runs * seconds
 
     for number, work in enumerate(step.workload.calls):
@@ -129,7 +129,8 @@ def test_a_step_takes_as_long_as_on_the_gpu(name: str, tmp_path: Path) -> None:
     found = by_kind(step)
     for kind, seconds in found.items():
         assert seconds == pytest.approx(wanted[kind], rel=0.1), kind
-    assert sum(found.values()) == pytest.approx(wanted["compute"], rel=0.04)
+    # Products are described as in compiled steps. The eager 3b step was 7 % faster.
+    assert sum(found.values()) == pytest.approx(wanted["compute"], rel=0.04 if name == "8b" else 0.06)
     compute_s = sum(call.forward_s + call.backward_s for call in step.calls)
     assert compute_s - step.compute_parts["gaps"] == pytest.approx(sum(found.values()), rel=0.005)
     # The host's update in the 3b step ran at 130 GB/s, of unknown cause, so that the whole step took longer.
@@ -152,6 +153,7 @@ def test_an_update_counts_the_gradient(tmp_path: Path) -> None:
     step = planned_step("3b", tmp_path)
     trained = sum(region.numel for region in step.regions)
     assert update_bytes(step.regions, step.plan.residence.sharding) == 26 * trained
-    slower = replace(step.hardware.rates, host_bytes_per_s=26.0 * trained)
+    # Copies on slow links leave the host's memory to the update.
+    slower = replace(step.hardware.rates, host_bytes_per_s=26.0 * trained, h2d_bytes_per_s=1e3, d2h_bytes_per_s=1e3)
     again = PlannedStep(step.prepared, step.workload, step.hardware.with_(rates=slower))
     assert again.simulate(2).lane_seconds["update"] == pytest.approx(1.0)

@@ -250,7 +250,7 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs:
     kept = [step.memory._first_offloaded_bytes(work.calls[number]) for number in step.memory.kept.graphs]
     assert step.waiting_bytes("cpu", "nvme") == sum(away) - sum(kept), "these wait in the first step alone"
     assert bool(away) == ("cpu" in (activations, graphs))
-    adds_s = [sum(kernel_seconds(cost, its.settings.precision, GPU.rates)) for cost in step.gradient_costs]
+    adds_s = [sum(kernel_seconds(cost, its.settings, GPU.rates)) for cost in step.gradient_costs]
     again = [
         call.backward_s - s > 2.5 * call.forward_s for call, s in zip(step.calls, adds_s, strict=True) if call.regions
     ]

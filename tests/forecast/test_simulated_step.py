@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.harness import RESULTS
 from benchmarks.ideal import Unit, Use, Work, ideal
 from offload import Placement
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_lanes import SimulatedLanes
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.ticket import Lane, Ticket
@@ -100,10 +103,29 @@ def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: SimulatedLanes
     ],
 )
 def test_reads_and_writes_share_a_disk(share: float, ends: tuple[float, float, float]) -> None:
-    lanes = SimulatedLanes(dict.fromkeys(("nvme_read", "nvme_write"), float), disk_share=share)
+    links = ("nvme_read", "nvme_write")
+    lanes = SimulatedLanes(dict.fromkeys(links, float), shared=[dict.fromkeys(links, share)])
     read, write, next_read = submit(lanes.fetch_read, 4), submit(lanes.update_write, 2), submit(lanes.fetch_read, 2)
     lanes.wait([read, write, next_read])
     assert (read.end, write.end, next_read.end) == ends
+
+
+def test_updates_and_copies_share_the_memory_of_the_host() -> None:
+    """Break: let neither slow the other. All measurements on the H200's server lie on one line."""
+    stored = json.loads((RESULTS / "gpu-nvidia-h200.json").read_text())
+    results = {each["name"]: each for each in stored["results"]}
+    rates = read_machine("h200").rates
+    memory, link = rates.host_bytes_per_s, rates.h2d_bytes_per_s
+    for num_threads in (8, 12, 14, 16):
+        found = results[f"AdamW, {num_threads} threads, beside copies"]
+        assert (found["value"] + found["h2d_gb_per_s"]) * 1e9 == pytest.approx(memory, rel=0.09)
+    seconds = {"update": lambda num_bytes: num_bytes / memory, "h2d": lambda num_bytes: num_bytes / link}
+    lanes = SimulatedLanes(seconds, in_stream=True, shared=[rates.host_shares])
+    updates, copies = ([submit(lane, 10**9) for _ in range(100)] for lane in (lanes.update, lanes.h2d))
+    lanes.finish()
+    end = min(updates[-1].end, copies[-1].end)
+    moved = [sum(10**9 for each in tickets if each.end <= end) / end for tickets in (updates, copies)]
+    assert sum(moved) == pytest.approx(memory, rel=0.03), moved
 
 
 @pytest.mark.parametrize("in_stream", [False, True])

@@ -225,9 +225,9 @@ def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, 
     seconds = compute_seconds(use, [replace(cost, num_operations=1000)], 1, Settings(compile="always"), gpu)[0]
     assert seconds == pytest.approx(2.0 + 2.0 * share + 0.0075)
     attention = replace(cost, flops=4.0, attention_flops=2.0)  # 0.63 of the rate of products, unless measured
-    assert kernel_seconds(attention, "fp32", machine.rates) == pytest.approx((2.0, 2.0 / 0.63, 2.0))
+    assert kernel_seconds(attention, Settings(precision="fp32"), machine.rates) == pytest.approx((2.0, 2.0 / 0.63, 2.0))
     measured = replace(machine.rates, attention_flops_per_s={"fp32": 0.5})
-    assert kernel_seconds(attention, "fp32", measured) == (2.0, 4.0, 2.0)
+    assert kernel_seconds(attention, Settings(precision="fp32"), measured) == (2.0, 4.0, 2.0)
 
 
 def test_each_run_of_a_use_costs_the_host() -> None:

@@ -45,12 +45,12 @@ LEAST: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("read", "write", "both", "share"),
-    [(4.0, 4.0, 4.0, 1.0), (4.0, 4.0, 8.0, 0.5), (4.0, 12.0, 6.0, 1.0), (4.0, 4.0, 3.0, 1.0), (4.0, 4.0, None, 0.0)],
+    [(4.0, 4.0, 4.0, 1.0), (4.0, 4.0, 8.0, 0.5), (4.0, 12.0, 6.0, 1.0), (4.0, 4.0, 3.0, 1.0), (4.0, 4.0, 16.0, 0.25)],
 )
 def test_a_disk_s_share_of_a_transfer(read: float, write: float, both: float | None, share: float) -> None:
     rates = read_machine("rtx-4090").rates
     disk = {"nvme_read_bytes_per_s": read, "nvme_write_bytes_per_s": write, "nvme_both_ways_bytes_per_s": both}
-    assert replace(rates, **disk).disk_share == pytest.approx(share)
+    assert replace(rates, **disk).disk_shares == pytest.approx(dict.fromkeys(("nvme_read", "nvme_write"), share))
 
 
 def test_all_are_shipped_and_named_on_the_page() -> None:

@@ -34,7 +34,7 @@ from offload.accelerators import (
 from offload.app.environment import describe_cores, describe_environment
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.layout.planes import DTYPES
-from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
+from offload.machine.hardware import FP8, FP8_GAINS, Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit, use_share_of_cores
 from offload.native import kernels
 from offload.native.io import File, IoEngine, wait_for_all
@@ -334,7 +334,7 @@ def probe(
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     source = f"measured on {rates.pop('day')}"
     if accelerator is not None and multiplies_fp8(accelerator.device.type) and not accelerator.lacks_fp8:
-        rates["flops_per_s"] = {**rates["flops_per_s"], FP8: FP8_GAIN * rates["flops_per_s"]["bf16"]}
+        rates["flops_per_s"] = {**rates["flops_per_s"], FP8: FP8_GAINS["fp8_tensorwise"] * rates["flops_per_s"]["bf16"]}
     properties, num_devices = key["cpu"], 1
     device_bytes: int | None = None
     if accelerator is not None:

@@ -39,16 +39,16 @@ class _WorkItem:
 
 @dataclass(eq=False)
 class _SharedDevice:
-    """A disk, whose reads and writes share the work of one controller."""
+    """A device behind several links: a disk's controller, or the host's memory."""
 
-    share: float
-    """Part of the time of a transfer in which no transfer in the other direction can run: 0 to 1."""
+    shares: Mapping[str, float]
+    """By link: which share a transfer's time keeps other links from the device."""
     free_at: float = 0.0
     """Time when all such parts end, in simulated seconds."""
 
-    def seconds_of(self, begin: float, seconds: float) -> float:
+    def seconds_of(self, link: str, begin: float, seconds: float) -> float:
         """Return how long a transfer takes that begins at `begin` and takes `seconds` alone."""
-        self.free_at = max(begin, self.free_at) + self.share * seconds
+        self.free_at = max(begin, self.free_at) + self.shares[link] * seconds
         return max(seconds, self.free_at - begin)
 
 
@@ -63,7 +63,7 @@ class _Link:
     busy_s: float = 0.0
     """Total work time so far, in seconds."""
     device: _SharedDevice | None = None
-    """The device that does the work of this link and of another one."""
+    """The device that does the work of this link and of others."""
 
 
 class _TimedLane(Lane):
@@ -145,7 +145,7 @@ class SimulatedLane(_TimedLane):
         if link.name == COMPUTE and item.last is not None and item.last.end == time:
             self._lanes.expose(link.free_at, item.last)
         if link.device is not None:
-            seconds = link.device.seconds_of(begin, seconds)
+            seconds = link.device.seconds_of(link.name, begin, seconds)
         item.ticket.begin = begin
         item.ticket.end = max(begin + seconds, item.launched_s)
         link.free_at = item.ticket.end
@@ -180,12 +180,12 @@ class SimulatedLanes(Lanes):
         *,
         in_stream: bool = False,
         inline: bool = False,
-        disk_share: float = 0.0,
+        shared: Sequence[Mapping[str, float]] = (),
     ) -> None:
         """`seconds` maps link names to duration functions: "h2d", "d2h", "update", "nvme_read", "nvme_write",
         "collective", "network", "update_on_device", "decoding" (bytes read and written; no other compute runs
         meanwhile) and "here" (compute work on states). `inline`: compute does all copies and updates except disk I/O.
-        `disk_share`: part of the time of a disk transfer in which no transfer in the other direction can run.
+        `shared`: devices behind several links, each with the share that a transfer's time keeps other links from it.
         """
         self.now_s = 0.0
         self.compute_s = 0.0  # of work on compute so far, waits for the network of replicas included
@@ -195,8 +195,9 @@ class SimulatedLanes(Lanes):
         self._in_stream = in_stream
 
         self._links = {name: _Link(name) for name in LANES}
-        if disk_share:
-            self.link("nvme_read").device = self.link("nvme_write").device = _SharedDevice(disk_share)
+        for device in map(_SharedDevice, shared):
+            for name in device.shares:
+                self.link(name).device = device
         self.events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
         """Started work, as a heap by end time."""
         self.numbers = itertools.count(1)

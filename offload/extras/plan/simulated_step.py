@@ -144,7 +144,7 @@ class SimulatedPlan:
     summed: indices of regions whose gradients add up on the host: over several passes, or over layers with one weight.
     step_host_s: host seconds per step.
     tile_host_s: host seconds per submitted update tile.
-    disk_share: part of its time that a read from disk takes from writes, and a write from reads.
+    shared: devices behind several links, as in `SimulatedLanes`.
     """
 
     regions: tuple[Region, ...]
@@ -169,7 +169,7 @@ class SimulatedPlan:
     summed: frozenset[int] = frozenset()
     step_host_s: float = 0.0
     tile_host_s: float = 0.0
-    disk_share: float = 0.0
+    shared: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -298,9 +298,7 @@ class SimulatedEngine:
     def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
         self._device_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
-        self.lanes = lanes = SimulatedLanes(
-            seconds, in_stream=plan.in_stream, inline=plan.inline, disk_share=plan.disk_share
-        )
+        self.lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline, shared=plan.shared)
         device_class = _SimulatedAccelerator if plan.in_stream else _SimulatedDevice
         device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None

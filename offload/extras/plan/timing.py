@@ -21,7 +21,7 @@ from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import Region
 from offload.layout.residence import DEVICE, DISK, FILES, Residence
 from offload.layout.sharding import Sharding
-from offload.machine.hardware import FP8, Hardware, Rates
+from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.memory import (
     SHARDS,
@@ -137,7 +137,7 @@ class PlannedStep:
         rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
         seconds = step.seconds
         if not {"h2d", "d2h"} & self.settings.throttles.keys():  # H2D and D2H copies may share bandwidth
-            moved = step.busy_s["h2d"] * rates.h2d_bytes_per_s + step.busy_s["d2h"] * rates.d2h_bytes_per_s
+            moved = step.moved_bytes["h2d"] + step.moved_bytes["d2h"]
             seconds = max(seconds, moved / rates.both_ways_bytes_per_s)
         passes = 2 * self.settings.optimizer.num_directions
         flops = sum(
@@ -347,7 +347,7 @@ class PlannedStep:
 
     def simulated_plan(self, most_tiles: int = _MOST_TILES) -> SimulatedPlan:
         """Return the description of the engine lanes for the simulation, with at most `most_tiles` tiles per region."""
-        settings, plan, rates = self.settings, self.plan, self.hardware.rates
+        settings, plan = self.settings, self.plan
         resident = resident_regions(self.units)
         experts, sharding = list(self._experts.values()), plan.residence.sharding
         expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
@@ -388,8 +388,17 @@ class PlannedStep:
             summed=frozenset(region.index for region in regions if region.trainable and self._is_summed(region)),
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
-            disk_share=0.0 if {"nvme_read", "nvme_write"} & settings.throttles.keys() else rates.disk_share,
+            shared=self._shared(),
         )
+
+    def _shared(self) -> tuple[Mapping[str, float], ...]:
+        """Return the devices behind several links: the disk, and the host's memory behind a link to an accelerator.
+
+        A throttle replaces the rates of such a device.
+        """
+        rates = self.hardware.rates
+        devices = [rates.disk_shares, rates.host_shares if self._in_stream else {}]
+        return tuple(each for each in devices if each and not each.keys() & self.settings.throttles.keys())
 
     def _is_summed(self, region: Region) -> bool:
         return self.workload.num_passes > 1 or region.index in self.plan.summed
@@ -486,7 +495,7 @@ def device_parts(
     rates, is_cpu = hardware.rates, hardware.device == "cpu"
     is_compiled = settings.compile == "always" and work.is_block
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
-    seconds = [kernel_seconds(cost, settings.precision, rates, share) for cost in costs]
+    seconds = [kernel_seconds(cost, settings, rates, share) for cost in costs]
     kernels = [num_runs * sum(kind) for kind in zip(*seconds, strict=True)]
     parts = dict(zip(("products", "attention", "other kernels"), kernels, strict=False))
     if rates.fresh_bytes_per_s is not None:
@@ -500,15 +509,15 @@ def device_parts(
     return parts
 
 
-def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0) -> tuple[float, float, float]:
+def kernel_seconds(cost: Cost, settings: Settings, rates: Rates, share: float = 1.0) -> tuple[float, float, float]:
     """Return the seconds for (products, attention, all other kernels). `share`: part of the other bytes to count.
 
     Products and attention read and write their operands meanwhile, and together take no less than these bytes.
     """
+    precision = settings.precision
     attention = cost.attention_flops / rates.attention(precision)
-    rate = rates.flops(precision)
-    products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rate
-    products += cost.fp8_flops / rates.flops_per_s.get(FP8, rate)  # emulated on a CPU
+    products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rates.flops(precision)
+    products += cost.fp8_flops / rates.fp8_flops(settings.matmul, precision)
     products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)
     moved_s = share * cost.moved_bytes / rates.elementwise
     return products, attention, moved_s + cost.copied_bytes / rates.device_bytes_per_s
