@@ -15,12 +15,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib.util
 import inspect
 import io
 import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -728,6 +730,8 @@ def picture() -> None:
 
 def site(root: Path) -> int:
     """Build the site for a checkout into build/site there. Return the exit code: not 0 after any warning."""
+    if importlib.util.find_spec("zensical") is None:
+        raise SystemExit("The site is built by zensical, which is not installed: pip install '.[docs]', or make setup.")
     words = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if code := subprocess.run(words, cwd=root).returncode:
         return code
@@ -736,8 +740,21 @@ def site(root: Path) -> int:
         (built / source).unlink(missing_ok=True)
     for page in built.rglob("*.html"):  # pages on disk may not start workers, and nothing is fetched
         own = os.path.relpath(built / "worker.js", page.parent)
-        page.write_text(page.read_text().replace("https://unpkg.com/iframe-worker/shim", own))
+        text = page.read_text().replace("https://unpkg.com/iframe-worker/shim", own)
+        page.write_text(_EXAMPLE.sub(functools.partial(_with_example, root, page), text))
     return 0
+
+
+_EXAMPLE = re.compile(r'(?<=href=")(?:\.\./)+(examples/[^"#]+)')
+
+
+def _with_example(root: Path, page: Path, link: re.Match[str]) -> str:
+    """Copy a file of the examples into the site. Return the link to the copy."""
+    built = root / "build" / "site"
+    copy = built / link[1]
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(root / link[1], copy)
+    return os.path.relpath(copy, page.parent)
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,11 @@
 // The site searches in a worker, which a browser refuses a page that is opened from the disk. There this stands for it:
 // the same script in a hidden frame.
 if (location.protocol === "file:") {
+  // A message is a copy, and arrives after the sender's work: either side changes its own.
+  const later = (message, receive) => {
+    const data = structuredClone(message);
+    setTimeout(() => receive(new MessageEvent("message", { data })));
+  };
   window.Worker = class {
     constructor(url) {
       this.waiting = [];
@@ -8,7 +13,7 @@ if (location.protocol === "file:") {
       this.frame.hidden = true;
       document.body.append(this.frame);
       this.inside = this.frame.contentWindow;
-      this.inside.postMessage = (data) => setTimeout(() => this.onmessage?.(new MessageEvent("message", { data })));
+      this.inside.postMessage = (data) => later(data, (event) => this.onmessage?.(event));
       const script = this.inside.document.createElement("script");
       script.src = url;
       script.onload = () => {
@@ -21,7 +26,7 @@ if (location.protocol === "file:") {
     }
     postMessage(data) {
       if (this.waiting) this.waiting.push(data);
-      else this.inside.dispatchEvent(new this.inside.MessageEvent("message", { data }));
+      else later(data, (event) => this.inside.dispatchEvent(event));
     }
     terminate() {
       this.frame.remove();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.extras.plan.forecast import Forecaster
 from tests import forks
+from tests.browser import browser
 from tests.engine.handmade import WIDTH, Block
 from tests.forks import MINUTES, ROOT
 from tests.integrations import test_examples
@@ -65,8 +69,10 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.slow
-def test_generated_pages_are_those_of_the_code() -> None:
-    found = forks.run(["docs/make.py", "--check"], timeout=MINUTES)
+def test_generated_pages_are_those_of_the_code(tmp_path: Path) -> None:
+    """On any machine: a page has no folder of its maker."""
+    environ = os.environ | {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    found = forks.run(["docs/make.py", "--check"], env=environ, timeout=MINUTES)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -375,18 +381,120 @@ def test_links_of_the_pages_outside_the_site_lead_somewhere() -> None:
                 assert anchor[1:] in known, f"{path.name}: {target}{anchor}"
 
 
-@pytest.mark.slow
-def test_the_site_has_no_warning(tmp_path: Path, capfd: Any) -> None:
-    copy = tmp_path / "site"
-    shutil.copytree(ROOT / "docs", copy / "docs")
-    shutil.copy(ROOT / "zensical.toml", copy)
-    assert MAKE["site"](copy) == 0, capfd.readouterr()
-    fetched = [
-        (page.name, address)
-        for page in (copy / "build" / "site").rglob("*.html")
-        for address in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", page.read_text())
+def test_each_page_is_in_the_menu_once() -> None:
+    def pages(entries: list[Any]) -> Iterator[str]:
+        for entry in entries:
+            for target in entry.values():
+                yield from [target] if isinstance(target, str) else pages(target)
+
+    menu = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    assert sorted(pages(menu)) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+    (how_to,) = (entry["How-to"] for entry in menu if "How-to" in entry)
+    assert sorted(pages(how_to)) == [f"how-to/{path.name}" for path in HOW_TO]
+
+
+WINDOW = """
+const element = () => ({ append() {} });
+const inside = {
+  document: { createElement: element, body: { append(script) { inside.script = script; } } },
+  dispatchEvent(event) { this.onmessage(event); },
+  MessageEvent,
+};
+global.location = { protocol: "file:" };
+global.window = global;
+global.document = { createElement: () => ({ contentWindow: inside }), body: element() };
+eval(require("fs").readFileSync(process.argv[1], "utf8"));
+const told = [];
+const told_of = (side) => (event) => { told.push(`${side} ${event.data.text}`); event.data.text = "changed"; };
+const worker = new Worker("search.js");
+inside.onmessage = told_of("inside");
+worker.onmessage = told_of("outside");
+const early = { text: "early" }, late = { text: "late" }, answer = { text: "answer" };
+worker.postMessage(early);
+inside.script.onload();
+worker.postMessage(late);
+inside.postMessage(answer);
+told.push("sent");
+setTimeout(() => console.log(JSON.stringify([told, early.text, late.text, answer.text])), 10);
+"""
+"""A window for docs/worker.js, with a script in it that answers."""
+
+
+def test_messages_to_the_search_are_copies_that_arrive_later() -> None:
+    """As with a worker of the browser. Break: give the object itself, or call the receiver at once."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    told = subprocess.run([node, "-e", WINDOW, "--", ROOT / "docs" / "worker.js"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout) == [
+        ["sent", "inside early", "inside late", "outside answer"],
+        "early",
+        "late",
+        "answer",
     ]
-    assert not fetched
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A warning fails."""
+    copy = tmp_path_factory.mktemp("site")
+    for folder in ("docs", "examples"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    shutil.copy(ROOT / "zensical.toml", copy)
+    assert MAKE["site"](copy) == 0
+    return copy / "build" / "site"
+
+
+@pytest.mark.slow
+def test_addresses_in_the_site_lead_to_its_own_files(site: Path) -> None:
+    pages = {page.resolve(): page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
+    ids = {page: set(re.findall(r"\bid=[\"']?([^\"'\s>]+)", text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        fetched = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", text)
+        assert not fetched, page.name
+        for address in re.findall(r"(?:href|src)=\"?([^\" >]+)", text):
+            target, _, anchor = address.partition("#")
+            if re.match(r"\w+:", address):
+                continue
+            file = (page.parent / target.partition("?")[0]).resolve() if target else page
+            assert file.exists(), f"{page.name}: {address}"
+            assert not anchor or file not in ids or unquote(anchor) in ids[file] | {"__tabbed"}, (
+                f"{page.name}: {address}"
+            )
+
+
+@pytest.mark.slow
+def test_a_site_on_the_disk_finds_what_is_typed(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as page:
+        page.size(1280)
+        page.open((site / "how-to" / "disk.html").as_uri())
+        page.value("document.querySelector('.md-search__button').click()")
+        shadow = "document.activeElement.shadowRoot"
+        page.wait(f"!!{shadow}?.querySelector('input')")
+        page.type("moments")
+        found = page.wait(f"/[1-9]\\d* result/.test({shadow}.textContent) && {shadow}.textContent")
+        assert page.value(f"{shadow}.querySelector('input').value") == "moments"
+        assert "moments" in found
+
+
+@pytest.mark.slow
+def test_no_command_is_cut_at_the_width_of_a_page(site: Path, tmp_path: Path) -> None:
+    cut = """[...document.querySelectorAll("pre > code")].filter((code) => code.scrollWidth > code.clientWidth + 1
+        && !code.closest(".language-text")).map((code) => code.innerText)"""
+    with browser(tmp_path) as page:
+        for width in (1280, 390):
+            page.size(width)
+            for path in [site / "index.html", site / "fit.html", *(site / "how-to").glob("*.html")]:
+                page.open(path.as_uri())
+                assert page.value("document.documentElement.scrollWidth") <= width, path.name
+                assert not page.value(cut), (path.name, width)
+
+
+def test_a_site_without_its_maker_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=re.escape("pip install '.[docs]'")):
+        MAKE["site"](tmp_path)
 
 
 def test_what_is_not_run_here_is_run_elsewhere() -> None:
