@@ -72,7 +72,7 @@ class IoContender:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     folder = tempfile.gettempdir()
-    parser.add_argument("--dir", default=folder, help="folder on the disk to measure (default: the one for temporary files)")
+    parser.add_argument("--dir", default=folder, help="folder on the disk (default: the one for temporary files)")
     parser.add_argument("--size", default="2GiB", help="of each of two files, made and removed (default %(default)s)")
     parser.add_argument("--block", default="1MiB", help="size of one transfer (default %(default)s)")
     parser.add_argument("--depth", type=int, default=32, help="transfers under way at once (default %(default)s)")
