@@ -190,11 +190,11 @@ def test_texts_that_the_template_drops_are_counted_in_a_note(
     rows.append({**rows[0], "chat_template_kwargs": {"documents": [{"title": "T", "text": 'a "word"'}]}})
     path = write_lines("rows.jsonl", *rows)
     for template, dropped in (
-        (no_system, "3 texts, the first one is the system message (message 1) of "),
+        (no_system, "3 texts, the first one is message 1 (role 'system') of "),
         (strips, ""),
     ):
         data = dataset_of(path, tokenizer=bpe_folder(template), sequence_length=96, batch_size=1)
-        notes = [note for note in data.notes if "dropped by the tokenizer's chat template" in note]
+        notes = [note for note in data.notes if "changed by the tokenizer's chat template" in note]
         assert len(notes) == bool(dropped)
         assert all(f"{dropped}{path}:1. " in note or f"{dropped}{path} line 1. " in note for note in notes), notes
 

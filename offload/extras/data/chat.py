@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from offload.errors import ConfigError
@@ -50,10 +50,11 @@ Segments = list[tuple[str, bool]]
 Spans = Sequence[tuple[int, int]]
 """Character ranges (start, end) in order."""
 
-_DEVELOPER = "developer"
 # No template writes this text by itself: in the output, the text proves that a key was read.
 _PROBE = "probe7f3a"
 _KEYED = {"k": _PROBE}
+_CONTENT = "content"
+_MAX_SHAPES = 4096
 
 
 class ChatRenderer:
@@ -102,36 +103,63 @@ class ChatRenderer:
         template = self._default
         if chat.tools:
             template = self._tool_use
-        chat = template.with_expected_arguments(chat)
+        chat = template.with_expected_forms(chat)
         whole, marks = template.render(chat, len(chat.messages))
-        # A template may leave out a system message or documents without an error.
-        for place in _dropped(chat, whole):
-            self.findings.drop(place)
+        # The template's own marks are exact. Marks of the row, and a completion, need the place of each message.
+        has_places = marks is None or chat.marks or chat.num_prompt is not None
+        parts = dict[int, tuple[int, str, Spans | None]]()
+        if has_places and not self._train_on_prompt:
+            parts = {i: _find_message(template, chat, i) for i in range(len(chat.messages)) if chat.trains(i)}
+        # An answer counts as it is trained: a template may write an earlier one in another way.
+        self._check_messages(template, chat, whole, {i: text for i, (_, text, _) in parts.items()})
         if self._train_on_prompt:
             return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
-        # The template's own marks are exact. Marks of the row, and a completion, need the place of each message.
-        if marks is not None and not chat.marks and chat.num_prompt is None:
-            return [_segments(whole, marks)]
-        trained = [i for i in range(len(chat.messages)) if chat.trains(i)]
-        parts = [_find_message(template, chat, i) for i in trained]
-        spans: list[Spans] = []
-        for start, text, own_marks in parts:
+        if not has_places:
+            return [_segments(whole, marks or ())]
+        spans = dict[int, Spans]()
+        for i, (start, text, own_marks) in parts.items():
             # A completion is trained as a whole, so marks of the template do not narrow it.
             if own_marks is None or chat.num_prompt is not None:
-                spans.append([(start, len(text))])
+                spans[i] = [(start, len(text))]
             else:
-                spans.append(_within(start, len(text), own_marks))
+                spans[i] = _within(start, len(text), own_marks)
         # Each rendering continues the one before, so one document has all answers at the places found.
-        if all(whole.startswith(text) for _, text, _ in parts):
+        if all(whole.startswith(text) for _, text, _ in parts.values()):
             # A turn with another trained message right behind it has no marker to add.
-            starts = {start for start, _, _ in parts}
-            for number, (start, text, own_marks) in enumerate(parts):
-                is_answer = chat.messages[trained[number]]["role"] == "assistant"
+            starts = {start for start, _, _ in parts.values()}
+            for i, (start, text, own_marks) in parts.items():
+                is_answer = chat.messages[i]["role"] == "assistant"
                 if is_answer and not own_marks and len(text) not in starts:
-                    spans[number] = [(start, self._end_of_turn(whole, start, len(text)))]
-            return [_segments(whole, [span for each in spans for span in each])]
+                    spans[i] = [(start, self._end_of_turn(whole, start, len(text)))]
+            return [_segments(whole, [span for each in spans.values() for span in each])]
         # The template rewrites earlier turns: each answer gets the text that the model saw before the answer.
-        return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
+        return [_segments(text, spans[i]) for i, (_, text, _) in parts.items()]
+
+    def _check_messages(self, template: Template, chat: Chat, whole: str, answers: Mapping[int, str]) -> None:
+        """Raise BadRow for a message that the template leaves out, and count texts that it leaves out or changes.
+
+        answers: the text up to and including each trained message, by index.
+        """
+        lost = template.lost_parts(chat)
+        for i, message in enumerate(chat.messages):
+            name = f"message {i + 1} (role {message['role']!r}) of {chat.where}"
+            gone, kept = lost.get(i, (set(), set()))
+            # Templates without system messages are frequent, and many write no text beside a call.
+            if gone and message["role"] != "system" and (not kept or gone != {_CONTENT}):
+                raise BadRow(
+                    f"{name}: the tokenizer's chat template drops the {min(gone)}. Give the message another role, such "
+                    "as 'user' or 'tool', write its text into another message, or use a tokenizer with another chat "
+                    "template."
+                )
+            texts = [str(part.get("text") or "") for part in parts_of(message["content"])]
+            if chat.trains(i):  # earlier thoughts are no part of a prompt
+                texts += [each for key in TEMPLATE_KEYS if isinstance(each := message.get(key), str)]
+            if gone or not all(_is_in(answers.get(i, whole), text) for text in texts):
+                self.findings.drop(name)
+        # A template writes all documents or none.
+        documents = [text for _, text in _texts_of(chat.options.get("documents")) if text]
+        if documents and not any(_is_in(whole, text) for text in documents):
+            self.findings.drop(f"'documents' of {chat.where}")
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         """Return the end of a turn with the next token, if this one ends generation and the turn has no such token."""
@@ -158,6 +186,7 @@ class Template:
         # A probe renders a conversation, so each key and each shape of a part is tried once.
         self._key_is_written: dict[str, bool] = {}
         self._parts_written: dict[tuple[Any, ...], list[str]] = {}
+        self._lost_parts: dict[str, dict[int, tuple[set[str], set[str]]]] = {}
 
     def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
         """Return the text of the first messages and the character ranges inside `generation` marks.
@@ -173,8 +202,8 @@ class Template:
                 f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
 
-    def with_expected_arguments(self, chat: Chat) -> Chat:
-        """Return the conversation with tool call arguments in the form the template expects.
+    def with_expected_forms(self, chat: Chat) -> Chat:
+        """Return the conversation with contents and tool call arguments in the form the template expects.
 
         Raises BadRow for a key that the template does not write.
         """
@@ -183,10 +212,10 @@ class Template:
             used_keys["tools"] = "'tools'"
         for number, message in enumerate(chat.messages, 1):
             used_keys |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
-            if message["role"] == _DEVELOPER:
-                used_keys[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
             for part in parts_of(message["content"]):
                 self._check_part(message["role"], part, f"{chat.where}, message {number}")
+        if self._takes_parts:
+            chat = replace(chat, messages=[{**each, "content": parts_of(each["content"])} for each in chat.messages])
         for key, key_name in used_keys.items():
             if not self._writes(key):
                 raise BadRow(
@@ -197,8 +226,36 @@ class Template:
             return chat
         return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
 
+    def lost_parts(self, chat: Chat) -> Mapping[int, tuple[set[str], set[str]]]:
+        """Return (parts that the template drops, parts that it writes), by index of each message with a dropped one.
+
+        Each text has another one in its place, since a short text may be in a rendering by chance. Conversations that
+        differ in these texts alone are tried once.
+        """
+        probes: list[tuple[int, str]] = []
+
+        def probe(part: str) -> str:
+            probes.append((number, part))
+            return f"{_PROBE}n{len(probes)}e"
+
+        messages = []
+        for number, message in enumerate(chat.messages):  # noqa: B007 (read by `probe`)
+            messages.append(_with_probes(message, probe))
+        shape = repr((messages, bool(chat.tools), chat.options))
+        if shape not in self._lost_parts:
+            if len(self._lost_parts) >= _MAX_SHAPES:
+                self._lost_parts.clear()
+            found: dict[int, tuple[set[str], set[str]]] = {}
+            # A template may refuse the probes: rendering the actual row decides.
+            rendered = self._try_out(messages, chat.tools, **chat.options)
+            for place, (index, part) in enumerate(probes, 1):
+                is_written = rendered is None or f"{_PROBE}n{place}e" in rendered
+                found.setdefault(index, (set(), set()))[is_written].add(part)
+            self._lost_parts[shape] = {index: parts for index, parts in found.items() if parts[0]}
+        return self._lost_parts[shape]
+
     def _writes(self, key: str) -> bool:
-        """Return True if the template writes a probe text under this key (or a message with this role).
+        """Return True if the template writes a probe text under this key.
 
         A template error counts as True: rendering the actual row decides.
         """
@@ -234,6 +291,12 @@ class Template:
                 f"{unwritten[0]!r} from it: write it as a part of type 'text', leave it out, or use a tokenizer with "
                 "another chat template."
             )
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """True if the template writes a text only as a part of a list, as those for pictures do."""
+        of_text, of_parts = (self._try_out([{"role": "user", "content": each}]) for each in (_PROBE, parts_of(_PROBE)))
+        return of_text is not None and _PROBE not in of_text and _PROBE in (of_parts or "")
 
     @cached_property
     def _written_types(self) -> set[type]:
@@ -281,10 +344,10 @@ class Template:
         as_text = dict not in types or (isinstance(arguments, str) and str in types)
         return {**function, "arguments": _parse_arguments(arguments, as_text, where)}
 
-    def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
+    def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str | None:
         """Return the rendered text, or None after a template error."""
         try:
-            return self._render(messages, tools)[0]
+            return self._render(messages, tools, **options)[0]
         except Exception:  # see render
             return None
 
@@ -307,22 +370,15 @@ class Template:
         return str(text), spans
 
 
-def _dropped(chat: Chat, whole: str) -> Iterator[str]:
-    """Yield what the rendered text lacks: a system message, or all documents for the template. Any spaces are equal."""
-    written = _without_spaces(whole)
-    for number, message in enumerate(chat.messages, 1):
-        if message["role"] != "system":
-            continue
-        parts = parts_of(message["content"])
-        if not all(_without_spaces(str(part.get("text") or "")) in written for part in parts):
-            yield f"the system message (message {number}) of {chat.where}"
-    texts = [text for _, text in _texts_of(chat.options.get("documents"))]
-    # A template may write documents as JSON, with quotes and line ends escaped.
-    escaped = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
-    if texts and not any(_without_spaces(text) in written for text in (*texts, *escaped) if text):
-        yield f"'documents' of {chat.where}"
+def _is_in(rendered: str, text: str) -> bool:
+    """Return True if a rendered conversation has a text, as it is or as JSON. Any spaces are equal."""
+    forms = text.strip(), json.dumps(text, ensure_ascii=False)[1:-1]
+    return any(each in rendered for each in forms) or any(
+        _without_spaces(each) in _without_spaces(rendered) for each in forms
+    )
 
 
+@lru_cache(2)  # a conversation is asked for each of its texts
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
@@ -414,9 +470,36 @@ def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     if key == "tools":
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
         return turns, [{"type": "function", "function": function}]
-    if key == _DEVELOPER:
-        return [{"role": _DEVELOPER, "content": _PROBE}, *turns], None
     return [turns[0], {**turns[1], key: TEMPLATE_KEYS[key](_PROBE)}], None
+
+
+def _with_probes(message: dict[str, Any], probe: Callable[[str], str]) -> dict[str, Any]:
+    """Return a message with `probe(part)` in place of each text, and of the arguments or the name of each call."""
+    content = message["content"]
+    if isinstance(content, str):
+        content = content.strip() and probe(_CONTENT)
+    else:
+        content = [{**part, "text": probe(_CONTENT)} if (part.get("text") or "").strip() else part for part in content]
+    # Thoughts differ from row to row.
+    found = {
+        key: "thought" if key in TEMPLATE_KEYS and isinstance(each, str) else each for key, each in message.items()
+    }
+    found["content"] = content
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call_with_probes(call, probe) for call in calls]
+    return found
+
+
+def _call_with_probes(call: dict[str, Any], probe: Callable[[str], str]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _call_with_probes(call["function"], probe)}
+    arguments = call.get("arguments")
+    if not arguments or not isinstance(arguments, str | dict) or arguments == "{}":
+        return {**call, "name": probe("name of a call")}
+    found: Any = {"k": probe("arguments of a call")}
+    if isinstance(arguments, str):
+        found = json.dumps(found)
+    return {**call, "arguments": found}
 
 
 def _texts_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:

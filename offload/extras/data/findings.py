@@ -30,7 +30,7 @@ class Findings:
     num_extended: int = 0
     """Conversations that the chat template ends by a special token, not known to end generation, before the EOS."""
     num_dropped: int = 0
-    """Texts that the chat template drops without an error: system messages, and `documents` of rows."""
+    """Messages with a text that the chat template drops or changes without an error, and `documents` of rows."""
     first_dropped: str = ""
     """The place of the first one."""
     streams: bool = False
@@ -92,7 +92,7 @@ class Findings:
             )
         if self.num_dropped:
             yield (
-                "dropped by the tokenizer's chat template, so no token has them: "
+                "dropped or changed by the tokenizer's chat template, so no token has them as they are: "
                 f"{counted(self.num_dropped, 'text')}, the first one is {self.first_dropped}. Use a tokenizer with "
-                "another chat template, or write the text into a message of the user."
+                "another chat template, or write the text into another message."
             )
