@@ -29,7 +29,7 @@ from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.errors import format_bytes
-from offload.extras.plan.alternatives import apply_change, find_fix, place, to_flags
+from offload.extras.plan.alternatives import MAX_FORECASTS, Tries, apply_change, find_fix, place, to_flags
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
@@ -124,7 +124,7 @@ def planned_cells(forecaster: Forecaster, config: Config, described: str) -> lis
 def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
     """Return the table cell of a plan, or of the nearest plan that fits."""
     found = place(forecaster, forecaster.predict(config, hardware))
-    change = {} if found.fits else find_fix(forecaster, found)
+    change = {} if found.fits else find_fix(forecaster, found, Tries(forecaster, MAX_FORECASTS))
     if not change:
         return plans_cell(found)
     changed = place(forecaster, forecaster.predict(apply_change(config, change), hardware))

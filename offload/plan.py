@@ -215,7 +215,7 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
         # A speed-up is over this plan, so both must be able to run.
         elif prediction.fits and timing is not None and other.tokens_per_second is not None:
             effect = f"{other.tokens_per_second / timing.tokens_per_second:.3g}x"
-        yield f"instead: {other.change}: {effect}"
+        yield f"instead: {other.change}{f' ({other.effect})' if other.effect else ''}: {effect}"
 
 
 def describe_fit(prediction: Forecast) -> Iterator[str]:

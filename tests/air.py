@@ -34,6 +34,7 @@ HELD = [
     "offload/extras/plan/alternatives.py",
     "offload/extras/plan/dispatched.py",
     "offload/extras/plan/forecast.py",
+    "offload/extras/plan/levers.py",
     "offload/extras/plan/machine_files.py",
     "offload/extras/plan/memory.py",
     "offload/extras/plan/op_counter.py",

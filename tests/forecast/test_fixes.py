@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from offload.app.config.config import Config
 from offload.app.training.planner import planned_advice
 from offload.engine.engine import Engine
-from offload.errors import DoesNotFitError, common, is_common
+from offload.errors import ConfigError, DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
-from offload.extras.plan.alternatives import Tries, _changes, _fixes, apply_change, find_fix, place_or_fix
+from offload.extras.plan.alternatives import Tries, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.levers import INSTEAD, changes, effects
+from offload.extras.plan.levers import fixes as fixes_of
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.run_forecast import describe_misfit
 from offload.plan import describe_fit, describe_times
@@ -37,7 +39,7 @@ def fixes(over: set[str], **settings: Any) -> list[dict[str, Any]]:
         num_replicas=1,
         num_groups=1,
     )
-    return list(_fixes(found))
+    return [*fixes_of(found, exact=True), *fixes_of(found, exact=False)]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,7 @@ def test_gradients_go_to_disk_or_wait_for_no_norm_before_a_step_has_fewer_rows(
 def test_more_passes_are_tried_before_fewer_rows(settings: dict[str, Any], passes: list[int]) -> None:
     tried = fixes({"cpu"}, **settings)
     assert [change["train.passes"] for change in tried if "train.passes" in change] == passes
-    training = [
-        index for index, change in enumerate(tried) if change.keys() & {"train.batch_size", "train.max_grad_norm"}
-    ]
+    training = [index for index, change in enumerate(tried) if effects(change)]
     assert all("train.passes" not in change for change in tried[min(training) :])
 
 
@@ -88,7 +88,7 @@ def test_passes_of_whole_micro_batches_are_listed_for_a_gpu(rows: int, passes: l
         num_groups=1,
         num_ranks=1,
     )
-    assert [change["train.passes"] for change in _changes(found) if "train.passes" in change] == passes
+    assert [change["train.passes"] for change in changes(INSTEAD, found) if "train.passes" in change] == passes
 
 
 Fits = Callable[[Mapping[str, Any]], bool]
@@ -105,9 +105,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fits], list[Mapping[str,
             seen.append(change)
             return fits(change)
 
-        changes = [{"train.recompute": "always"}, {"offload.activations": "cpu"}, {"train.batch_size": 1}]
+        exact_ones = [{"train.recompute": "always"}, {"offload.activations": "cpu"}]
         monkeypatch.setattr(alternatives, "_fits", judge)
-        monkeypatch.setattr(alternatives, "_fixes", lambda _: iter(changes))
+        monkeypatch.setattr(
+            alternatives, "fixes", lambda _, *, exact: exact_ones if exact else [{"train.batch_size": 1}]
+        )
         monkeypatch.setattr(alternatives, "_larger_budgets", lambda *_: {"offload.device_memory": "3MiB"})
         return seen
 
@@ -115,7 +117,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fits], list[Mapping[str,
 
 
 def test_a_larger_budget_comes_before_other_training_and_after_all_else(tried: Any) -> None:
-    anything: Any = SimpleNamespace(num_made=0)
+    anything: Any = SimpleNamespace(num_made=0, config=Config())
     tried(lambda change: "train.batch_size" in change)
     assert find_fix(anything, anything, Tries(anything, 1)) == {"offload.device_memory": "3MiB"}
     tried(lambda change: len(change) == 2)
@@ -178,10 +180,10 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     assert shortage == found.shortage == said[0].partition(" Looking")[0]
     assert "no change" in advice
     assert "offload plan" not in advice, "the advice is of that command"
-    monkeypatch.setattr(alternatives, "_changes", lambda _: [{"train.batch_size": 1}])
+    monkeypatch.setattr(alternatives, "changes", lambda *_: [{"train.batch_size": 1}])
     monkeypatch.setattr(alternatives, "_try_change", Mock(side_effect=AssertionError("a try after the last")))
     others = alternatives.alternatives(forecaster, initial, found, Tries(forecaster, 0))
-    assert all("more host memory" in other.change for other in others)
+    assert [other.change for other in others] == ["--offload.host_memory 2GiB"], "the limit, not the machine"
     error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
     assert "was not tried" in str(error)
     with pytest.raises(DoesNotFitError) as raised, planned_advice(describe_misfit(found)):
@@ -191,6 +193,55 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     assert is_common(raised.value), "one rank prints the error"
     with pytest.raises(DoesNotFitError, match="not tried"), planned_advice(""):
         raise DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
+
+
+def levels(section: str) -> list[tuple[str, Any]]:
+    """Return each value of each setting in a section that is open unless set."""
+    config, found = Config(), list[tuple[str, Any]]()
+    numbers = {"prefetch": (0, 1), "sequence_tile": ("none", 16), "head_chunk_bytes": (1 << 18,), "replicas": (1,)}
+    for name, field in type(getattr(config, section)).model_fields.items():
+        if config.get(f"{section}.{name}") == "auto":
+            values = numbers.get(name) or [each for each in get_args(field.annotation) if each != "auto"]
+            found += [(f"{section}.{name}", value) for value in values]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_an_open_setting_is_refused_only_where_none_of_its_values_fits(device: str, has_disk: bool) -> None:
+    machine = read_machine("h100").with_(device=device)
+    settings: dict[str, Any] = {"train.batch_size": 8, "data.sequence_length": 128, "train.precision": "fp32"}
+    if has_disk:
+        settings["offload.nvme_dir"] = ["/disk"]
+    config = Config.load(None, settings)
+    forecaster = Forecaster(config, 1)
+
+    def fits(num_bytes: int, change: dict[str, Any]) -> bool:
+        sizes = {"host_bytes": num_bytes} if device == "cpu" else {"device_bytes": num_bytes}
+        try:
+            initial = forecaster.predict(apply_change(config, change), machine.with_(**sizes), times=False)
+        except ConfigError:
+            return False
+        return place_or_fix(forecaster, initial, lambda _: None).fits
+
+    least = next(mib for mib in range(10, 40, 2) if fits(mib << 20, {}))
+    tried = [*levels("train"), *levels("offload")]
+    assert len(tried) > 30
+    assert not [each for each in tried if fits((least - 2) << 20, dict([each]))]
+
+
+def test_rows_kept_whole_are_no_need_of_a_cpu() -> None:
+    """Without a budget, all graphs are kept there: `auto` recomputes before it refuses."""
+    forecaster, whole = misfit(**{"train.batch_size": 16})
+    kept = whole.memory.total("device")
+    small = whole.hardware.with_(host_bytes=int(0.8 * (kept + whole.memory.operations_bytes)))
+    initial = forecaster.predict(whole.config, small)
+    assert not initial.fits
+    found = place_or_fix(forecaster, initial, lambda _: None)
+    assert found.fits
+    assert "--train.recompute" in found.placement_flags
+    assert found.timing is not None
 
 
 @pytest.mark.slow

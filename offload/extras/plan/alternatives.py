@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from offload.app.config.config import Config
-from offload.app.config.rules import RULE_SETTINGS
 from offload.app.hf.models import locate
 from offload.app.hf.read import weight_files
 from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, format_bytes
-from offload.extras.large.tiles import tile_rows
 from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
+from offload.extras.plan.levers import INSTEAD, changes, dispatch, effects, fixes, more_passes, tile
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import KEPT
 from offload.extras.plan.probe import LEAST_BYTES, probe
@@ -29,9 +28,6 @@ from offload.planning.memory import BUDGETS
 from offload.sizes import parse_size
 
 _MORE_HOST_BYTES = 32 << 30
-_FOLDER = "FOLDER"
-"""Placeholder for an unnamed disk folder."""
-_SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
 _PRODUCT_SHARES = (0.1, 0.25, 0.5, 1.0)
@@ -66,12 +62,6 @@ MAX_FORECASTS = 64
 
 A count, not a time, so that the advice is the same on a busy machine.
 """
-_TRAINING_CHANGES = {
-    "train.batch_size": "of fewer rows",
-    "train.tokens_per_step": "of fewer rows",
-    "train.max_grad_norm": "without clipping",
-}
-"""Changes of the training itself, with words about the step."""
 _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
@@ -160,17 +150,17 @@ def place_or_fix(
     prediction = place(forecaster, initial)
     if prediction.fits:
         return prediction
-    tries, notes = Tries(forecaster, most), prediction.notes
+    tries = Tries(forecaster, most)
     fix = find_fix(forecaster, prediction, tries)
-    for key, step in _TRAINING_CHANGES.items():
-        if key in fix:
-            notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
-    result = replace(prediction, timing=None, notes=notes)
+    if fix and all(prediction.config.get(key) == "auto" for key in fix):  # no other value was asked for
+        return _with_choice(forecaster, initial, fix)
+    result = replace(prediction, timing=None)
     if not fix:
         return replace(result, untried_after=most) if tries.is_cut else result
     fixed = _try_placement(forecaster, prediction, fix)
     assert fixed is not None, "the search has planned the fix"
-    return replace(result, fix=to_flags(fix), fix_bytes={tier: sums["bytes"] for tier, sums in fixed.tiers.items()})
+    fix_bytes = {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
+    return replace(result, fix=to_flags(fix), fix_effect=effects(fix), fix_bytes=fix_bytes)
 
 
 def alternatives(
@@ -181,11 +171,12 @@ def alternatives(
     initial: forecast before the placement search. prediction: forecast after the search. tries: limit for all but more
         host memory.
     """
-    found = list[tuple[str, Forecast]]()
+    found = list[tuple[str, str, Forecast]]()
     if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
-        more_bytes, more = _more_host_memory(forecaster, initial)
-        found.append((f"{format_bytes(more_bytes)} more host memory", more))
-    for change in _changes(prediction):
+        text, more = _more_host_memory(forecaster, initial)
+        found.append((text, "", more))
+    others = [] if prediction.fits else fixes(prediction, exact=False)
+    for change in (*others, *(each for each in changes(INSTEAD, prediction) if each not in others)):
         if not tries.has_more():
             break
         if to_flags(change) == prediction.fix:  # shown already
@@ -194,13 +185,14 @@ def alternatives(
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
         # search.
         if other is not None and (not other.fits or "train.micro_batch_size" in change):
-            other = place(forecaster, _try_change(forecaster, initial, change) or other)
+            config = apply_change(initial.config, change)
+            other = place(forecaster.of(config), _try_change(forecaster, initial, change) or other)
         if other is not None:
-            found.append((to_flags(change), other))
-    for text, other in found:
+            found.append((to_flags(change), effects(change), other))
+    for text, effect, other in found:
         if _is_different(prediction, other):
             seconds, tokens = (getattr(other.timing, name, None) for name in ("step_seconds", "tokens_per_second"))
-            yield Alternative(text, seconds, tokens, other.fits)
+            yield Alternative(text, seconds, tokens, other.fits, effect)
 
 
 def has_open_placement(prediction: Forecast) -> bool:
@@ -223,10 +215,8 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True, t
     Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
     `tiles` False: without tiles of sequences.
     """
-    if tiles and (tile := _tile(forecaster, prediction)):
-        changed = forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times)
-        tiled = place(forecaster, changed, times=times)
-        return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
+    if tiles and (tiling := _tile(forecaster, prediction)):
+        return _with_choice(forecaster, prediction, tiling, times=times)
     chosen, change = _descend(forecaster, prediction, {}, times=times)
     if times and prediction.hardware.device != "cpu" and has_open_placement(prediction):
         # Options chosen one after the other depend on the first: host updates pay only beside graphs on the host.
@@ -239,6 +229,15 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True, t
     if not change:
         return prediction
     return replace(chosen, placement_flags=to_flags(change), seconds_without_search=_step_seconds(prediction))
+
+
+def _with_choice(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], *, times: bool = True
+) -> Forecast:
+    """Return the forecast with values chosen for open settings, and placed."""
+    changed = forecaster.predict(apply_change(prediction.config, change), prediction.hardware, times=times)
+    found = place(forecaster, changed, times=times)
+    return replace(found, placement_flags=f"{to_flags(change)} {found.placement_flags}".rstrip())
 
 
 def _descend(
@@ -256,8 +255,8 @@ def _descend(
     def candidates() -> Iterator[Mapping[str, Any]]:  # each stage begins with the choice of the one before
         if has_open_placement(first) and (placement := forecaster.choose(first, times=times)):
             yield {**start, **placement}
-        if times and initial.config.origin("offload.dispatch") == "resolved" and (dispatch := _dispatch(initial)):
-            yield {**change, **dispatch}
+        if times and initial.config.origin("offload.dispatch") == "resolved":
+            yield from ({**change, **each} for each in dispatch(initial))
         if not times or initial.hardware.device == "cpu":
             return
         # The best options without states on the device may not be the best with them: weights there leave less room.
@@ -285,17 +284,6 @@ def _descend(
     return chosen, change
 
 
-def _dispatch(prediction: Forecast) -> dict[str, Any]:
-    """Return the change to blocks dispatched over ranks, or an empty dict: one rank, several machines, or in use."""
-    offload = prediction.config.offload
-    if prediction.num_ranks == 1 or prediction.hardware.num_machines > 1 or offload.dispatch == "always":
-        return {}
-    change: dict[str, Any] = {"offload.dispatch": "always"}
-    if prediction.config.origin("offload.zero_stage") == "resolved":  # each rank needs all weights, a share of states
-        change["offload.zero_stage"] = 2
-    return change
-
-
 def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     """Return the change to tile sequences, or an empty dict.
 
@@ -305,15 +293,16 @@ def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     config, before = prediction.config, prediction.memory.shortfalls.get("device", 0)
     if config.train.sequence_tile != "auto" or prediction.memory.shortfalls.keys() != {"device"}:
         return {}
-    least = {key: value for fix in _fixes(prediction) for key, value in fix.items() if key in _UNIT_OPTIONS}
+    exact = fixes(prediction, exact=True)
+    least = {key: value for fix in exact for key, value in fix.items() if key in _UNIT_OPTIONS}
     other = _try_change(forecaster, prediction, least, times=False) if least else prediction
     if other is None or "device" not in other.memory.shortfalls:
         return {}
-    tile: dict[str, Any] = {"train.sequence_tile": _tile_rows(config)}
-    tiled = _try_change(forecaster, prediction, tile, times=False)
+    (change,) = tile(prediction)
+    tiled = _try_change(forecaster, prediction, change, times=False)
     if tiled is None or tiled.memory.shortfalls.get("device", 0) >= before:
         return {}
-    return tile
+    return change
 
 
 def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, opens: Collection[str] = ()) -> Forecast:
@@ -378,7 +367,7 @@ def in_parts(forecaster: Forecaster, initial: Forecast, *, times: bool = True, o
     if "train.passes" in opened:
         for each in tried[:2]:  # passes of few rows keep more of them: the second size may be the best of these
             size = each.config.train.micro_batch_size or rows
-            counts = [change["train.passes"] for change in _more_passes(initial, size, num_passes)]
+            counts = [change["train.passes"] for change in more_passes(initial, size, num_passes)]
             tried += [parts for count in counts if (parts := cut(count, size)) is not None]
     paced = [(_pace(forecaster, each), each) for each in tried]
     _, fastest = min(paced, key=operator.itemgetter(0))
@@ -474,7 +463,7 @@ def _try_change(
     """Return the forecast with a change; None: invalid combination. times, worth_s: as in `Forecaster.predict`."""
     try:
         config = apply_change(prediction.config, change)
-        return forecaster.predict(config, prediction.hardware, times=times, worth_s=worth_s)
+        return forecaster.of(config).predict(config, prediction.hardware, times=times, worth_s=worth_s)
     except ConfigError:
         return None
 
@@ -482,16 +471,16 @@ def _try_change(
 def find_fix(forecaster: Forecaster, prediction: Forecast, tries: Tries) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
-    Tries single changes from cheapest to most expensive, then adds them up in this order. Larger budgets come next, and
-    changes of the training itself last. The result was planned, and fits.
+    Other values of settings left open come first, then changes that keep the training, then larger budgets, then other
+    training. Each are tried alone in the order of `FIXES`, then added up in this order. The result was planned, and
+    fits.
     """
-    changes = list(_fixes(prediction))
-    # All else first: a run with other training is another run.
-    others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
-    keeping = [change for change in changes if change not in others]
-    together = [change for change in keeping if "train.passes" not in change]  # sums of passes take host memory
+    exact, others = fixes(prediction, exact=True), fixes(prediction, exact=False)
+    is_open = [all(prediction.config.get(key) == "auto" for key in change) for change in exact]
+    open_ones = list(itertools.compress(exact, is_open))
+    together = [change for change in exact if "train.passes" not in change]  # sums of passes take host memory
 
-    def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def first(candidates: Iterable[dict[str, Any]]) -> dict[str, Any]:
         for change in candidates:
             if not tries.has_more():
                 break
@@ -499,14 +488,16 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, tries: Tries) -> dict
                 return _drop_needless(forecaster, prediction, change)
         return {}
 
-    found = first(keeping) or first(list(itertools.accumulate(together, operator.or_))[1:])
+    found = first(open_ones) or first(_sums(open_ones)) or first(exact) or first(_sums(together))
     if not found and tries.has_more():
         found = _larger_budgets(forecaster, prediction)
-    return (
-        found
-        or first(others)
-        or first(list(itertools.accumulate([*together, *others], operator.or_))[max(1, len(together)) :])
-    )
+    return found or first(others) or first(_sums(together, others))
+
+
+def _sums(*parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all changes up to each of the last part, added up."""
+    sums = list(itertools.accumulate(itertools.chain(*parts), operator.or_))
+    return sums[max(1, len(sums) - len(parts[-1])) :]
 
 
 def _drop_needless(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -528,7 +519,7 @@ def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping
     other = _try_change(forecaster, prediction, change, times=False)
     if other is None or other.fits:
         return other
-    return place(forecaster, other, times=False)
+    return place(forecaster.of(other.config), other, times=False)
 
 
 def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -603,7 +594,8 @@ def _narrow(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, i
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
     """Return the configuration with other values. Raises ConfigError."""
     config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
-    if "train.tokens_per_step" in change:  # the rows are decided again
+    if config.train.tokens_per_step and change.keys() & {"train.tokens_per_step", "data.sequence_length"}:
+        # The rows are decided again.
         config = config.with_settings({"train.batch_size": (Config().train.batch_size, "default")})
     config.check()
     return config
@@ -621,136 +613,28 @@ def to_flags(change: Mapping[str, Any]) -> str:
     return " ".join(flags)
 
 
-def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, Forecast]:
-    """Return additional host memory in whole GiB, enough for a plan without a shortfall there, and the forecast."""
-    more_bytes, prediction = 0, initial
+def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[str, Forecast]:
+    """Return a host memory in whole GiB more, enough for a plan without a shortfall there, and the forecast.
+
+    The text names the limit that was set, or else the machine.
+    """
+    config, hardware = initial.config, initial.hardware
+    budget, prediction = config.offload.host_memory, initial
+    more_bytes, text = 0, ""
     for _ in range(_MAX_ENLARGEMENTS):
         too_few = prediction.memory.shortfalls.get("cpu", 0) * initial.num_ranks
         if more_bytes and not too_few:
             break
         more_bytes += (-(-too_few >> 30) << 30) or _MORE_HOST_BYTES
-        config, hardware = initial.config, initial.hardware
-        if (budget := config.offload.host_memory) is not None:
-            config = config.with_resolved(offload__host_memory=budget + more_bytes)
-        hardware = hardware.with_(host_bytes=hardware.host_bytes + more_bytes)
+        text = f"a machine with {format_bytes(more_bytes)} more host memory"
+        if budget is not None:
+            change = {BUDGETS["cpu"]: f"{-(-(budget + more_bytes) >> 30)}GiB"}
+            config, text = apply_change(config, change), to_flags(change)
+        if budget is None or budget + more_bytes > initial.hardware.host_bytes:
+            hardware = initial.hardware.with_(host_bytes=initial.hardware.host_bytes + more_bytes)
+            text = text if budget is None else f"{text}, on a machine with that much"
         prediction = place(forecaster, forecaster.predict(config, hardware))
-    return more_bytes, prediction
-
-
-def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield changes to try as alternatives, fitting or not."""
-    config = prediction.config
-    if "states" in RULE_SETTINGS[config.optimizer.name].keys:
-        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
-    if _can_shorten_masters(config):
-        yield {"optimizer.master": "bf16"}
-    yield from wider_precision(prediction)
-    if prediction.hardware.device != "cpu":
-        if prediction.prepared.plan.residence.common != DEVICE:
-            yield {"offload.update": "device" if prediction.prepared.plan.update == "cpu" else "cpu"}
-        if config.offload.graphs in ("auto", "device"):
-            yield {"offload.graphs": "cpu"}
-        if config.train.compile == "never":
-            yield {"train.compile": "auto"}
-        rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
-        if config.train.tokens_per_step is None:  # else these parts were tried
-            yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
-            yield from _more_passes(prediction, rows, 1)
-    if dispatch := _dispatch(prediction):
-        yield dispatch
-    # Twice the rows for the same traffic, in micro-batches of the size that is known to fit.
-    twice = _of_rows(config, 2 * config.train.batch_size)
-    if config.train.micro_batch_size is None:
-        twice["train.micro_batch_size"] = config.train.batch_size
-    yield twice
-
-
-def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield memory-saving changes, cheapest first."""
-    config, short_tiers = prediction.config, set(prediction.memory.shortfalls)
-    refused_host = bool(prediction.refusal) and not short_tiers
-    on_host = "cpu" in short_tiers or refused_host
-    on_device = "device" in short_tiers or ("cpu" in short_tiers and prediction.memory.is_one_memory)
-    if on_device and config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
-        yield {"train.micro_batch_size": 1}
-    if short_tiers:
-        yield from _more_passes(prediction, config.train.micro_batch_size or 1, config.train.passes)
-    if on_device:
-        yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
-        if config.train.recompute != "always":
-            yield {"train.recompute": "always"}
-        if config.train.sequence_tile == "none":
-            yield {"train.sequence_tile": _tile_rows(config)}
-        if config.offload.activations in ("auto", "device"):
-            yield {"offload.activations": "cpu"}
-            if config.offload.nvme_dir:
-                yield {"offload.activations": "nvme"}
-        if "device" in (config.offload.parameters, config.offload.optimizer):
-            yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
-        if prediction.prepared.plan.update != "cpu":
-            yield {"offload.update": "cpu"}
-    if on_host and prediction.num_replicas > 1:
-        yield {"offload.replica_states": "shared"}
-    has_bf16 = prediction.hardware.rates.has_bf16
-    if (on_host or not short_tiers) and config.train.precision == "fp32" and has_bf16:
-        yield {"train.precision": "bf16"}
-    if on_host and "states" in RULE_SETTINGS[config.optimizer.name].keys:
-        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
-    if on_host and _can_shorten_masters(config):
-        yield {"optimizer.master": "bf16"}
-    if on_host and (config.offload.nvme_dir or prediction.hardware.rates.has_disk):
-        folder: dict[str, Any] = {}
-        if not config.offload.nvme_dir:
-            folder = {"offload.nvme_dir": (_FOLDER,)}
-            yield folder
-        yield {"offload.optimizer": "nvme", **folder}
-        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
-        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
-    elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
-        # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
-        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
-    if on_host and config.train.max_grad_norm is not None and config.optimizer.has_gradients:  # they wait for the norm
-        yield {"train.max_grad_norm": None}
-    rows = config.train.batch_size
-    while short_tiers and rows > prediction.num_groups:  # changes the training: last resort
-        rows = max(prediction.num_groups, rows // 2)
-        fewer = _of_rows(config, rows)
-        if (config.train.micro_batch_size or 0) > rows:  # a micro-batch is never larger than the batch
-            fewer["train.micro_batch_size"] = rows
-        yield fewer
-
-
-def _of_rows(config: Config, rows: int) -> dict[str, Any]:
-    """Return the change to a step of so many rows, in the setting in use."""
-    if config.train.tokens_per_step is None:
-        return {"train.batch_size": rows}
-    return {"train.tokens_per_step": rows * config.row_tokens}
-
-
-def _more_passes(prediction: Forecast, micro_rows: int, num_passes: int) -> Iterator[dict[str, Any]]:
-    """Yield more than `num_passes` passes, of four micro-batches or one."""
-    config = prediction.config
-    if not config.optimizer.has_gradients:
-        return
-    parts = config.train.batch_size // prediction.num_groups // micro_rows
-    yield from ({"train.passes": count} for count in (parts // 4, parts) if count > num_passes)
-
-
-def _tile_rows(config: Config) -> int:
-    """Return the tile size in tokens for one rank's part of a sequence."""
-    return tile_rows(int(config.data.sequence_length or 0) // config.train.sequence_parallel)
-
-
-def _can_shorten_masters(config: Config) -> bool:
-    return "master" in RULE_SETTINGS[config.optimizer.name].keys and config.optimizer.master == "fp32"
-
-
-def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield fp32 if the machine computes bf16 more slowly, as CPUs without bf16 instructions do."""
-    rates = prediction.hardware.rates
-    is_bf16 = prediction.config.train.precision == "bf16"
-    if is_bf16 and rates.flops_per_s and rates.flops("bf16") < rates.flops("fp32"):
-        yield {"train.precision": "fp32"}
+    return text, prediction
 
 
 def written_size(num_bytes: int) -> str:

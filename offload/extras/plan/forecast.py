@@ -94,6 +94,8 @@ class Alternative:
     """Throughput over all ranks; None: unknown."""
     fits: bool
     """True if the changed run fits the machine."""
+    effect: str = ""
+    """What the change does to the training; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class Forecast:
     """Further remarks, one line each."""
     fix: str = ""
     """Smallest change needed to fit, as flags; empty: the run fits, or no change is known."""
+    fix_effect: str = ""
+    """What the fix changes in the training; empty: nothing, or no fix."""
     fix_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes per tier with the fix applied."""
     untried_after: int | None = None
@@ -248,6 +252,7 @@ class Forecast:
             "placement": self.placement_flags or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,
+            "fix_effect": self.fix_effect or None,
             "fix_bytes": dict(self.fix_bytes),
             "untried_after": self.untried_after,
             "notes": list(self.notes),
@@ -288,6 +293,8 @@ class Forecaster:
     _evaluates: bool = False
     """Plan for evaluations alone."""
     _companions: Mapping[str, BuiltModel] = field(default_factory=dict)
+    _adapted: Forecaster | None = None
+    """Forecaster of the same model under an adapter, or without its own one. None: not asked for yet."""
     _unplanned: str = ""
     """Why a quantization in the configuration is not planned; empty: planned, or none."""
 
@@ -395,10 +402,25 @@ class Forecaster:
         )
         return {}
 
+    def of(self, config: Config) -> Forecaster:
+        """Return the forecaster of the model that a configuration trains: another one, if it trains an adapter."""
+        if config.lora.adapts == self.config.lora.adapts:
+            return self
+        if self._adapted is None:
+            self._adapted = Forecaster(
+                config,
+                self.num_ranks,
+                self._files_architecture,
+                self.machine,
+                self.plans_downloads,
+                self.document_share,
+            )
+        return self._adapted
+
     @property
     def num_made(self) -> int:
         """Number of forecasts made, without repeated ones."""
-        return len(self._made)
+        return len(self._made) + (self._adapted.num_made if self._adapted else 0)
 
     def predict(
         self, config: Config, hardware: Hardware, *, times: bool = True, worth_s: float | None = None

@@ -113,13 +113,22 @@ class Footprint:
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
 
-def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
-    """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
+def footprint(
+    prepared: EnginePlan,
+    workload: Workload | None,
+    hardware: Hardware,
+    num_ranks: int = 1,
+    step: StepMemory | None = None,
+) -> Footprint:
+    """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only.
+
+    step: the memory of a step, if it is known already.
+    """
     hardware = share_of_rank(hardware, num_ranks)
     allocations, kept = prepared.plan.allocations, Kept()
     lent_bytes = 0
     if workload is not None:
-        step = StepMemory(prepared, workload, hardware)
+        step = step or StepMemory(prepared, workload, hardware)
         allocations, kept = step.allocations, step.kept
         lent_bytes = sum(step.lent) - sum(step.least)
     resting = prepared.plan.residence.resting_labels(prepared.structure.regions)

@@ -18,9 +18,9 @@ from offload.extras.plan.alternatives import (
     place_or_fix,
     this_hardware,
     to_flags,
-    wider_precision,
 )
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.levers import wider_precision
 from offload.extras.plan.timing import Timing
 from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware, Rates
@@ -134,14 +134,17 @@ def _placeholder_hardware(machine: ThisMachine) -> Hardware:
 def describe_fix(prediction: Forecast) -> str:
     """Return a sentence about the smallest change that fits."""
     if prediction.fix:
-        return f"the smallest change that fits: {prediction.fix}"
+        effect = ""
+        if prediction.fix_effect:
+            effect = f" (another training: {prediction.fix_effect}; no change was found that keeps it)"
+        return f"the smallest change that fits: {prediction.fix}{effect}"
     if (tried := prediction.untried_after) is not None:
         return (
             f"no change that makes it fit is known yet: the search ended after {tried} forecasts, before all changes "
             f"were tried. `offload plan --tries {4 * tried}`, with the same settings, tries more."
         )
     return (
-        "no change that makes it fit was found: lower --data.sequence_length, or choose a smaller model or a larger "
+        "no change of the settings was found with which it fits this machine: choose a smaller model or a larger "
         "machine."
     )
 

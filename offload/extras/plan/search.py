@@ -15,6 +15,7 @@ from functools import cached_property
 
 from offload.engine.prepare import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.plan.memory import footprint
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
@@ -25,7 +26,6 @@ from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.machines import Machine
-from offload.planning.memory import bytes_on
 from offload.planning.plan import Plan, make_plan, sharding_of
 from offload.planning.settings import Settings
 from offload.tiers.placement import OFFLOADED
@@ -266,22 +266,10 @@ class PlacementCandidate:
     @cached_property
     def fits(self) -> bool:
         """True if every tier has enough room."""
-        step, hardware = self.step, self._hardware
-        if step is None:
+        if self.step is None:
             return False
-        needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
-        if needs[DISK] and not hardware.rates.has_disk:
-            return False
-        for tier, own in ((HOST, hardware.host_bytes), (DISK, hardware.disk_bytes)):
-            budget = self.settings.placement.budget(tier)
-            room = own if budget is None else budget
-            if room is not None and needs[tier] > room:
-                return False
-        device_bytes, budget = step.memory.device_bytes, step.memory.budget
-        # One memory has to hold both.
-        if hardware.shares_memory and device_bytes + needs[HOST] > hardware.host_bytes:
-            return False
-        return budget is None or device_bytes <= budget
+        memory = footprint(self.step.prepared, self.step.workload, self._hardware, step=self.step.memory)
+        return not memory.shortfalls and (self._hardware.rates.has_disk or not memory.total(DISK))
 
     @cached_property
     def bound_seconds(self) -> float:
