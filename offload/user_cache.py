@@ -72,18 +72,25 @@ def code_hash(folder: str = "") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the parsed content of a JSON file; None if the file is missing or damaged."""
+    """Return the value in a file by `write_json`; None if the file is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["digest"] == _digest_of(kept["value"]):
+            return kept["value"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        pass
+    return None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value atomically, so a concurrent reader sees the old or the new value. Does nothing in a read-only
     folder.
     """
-    _write(path, (json.dumps(value, indent=2) + "\n").encode())
+    _write(path, (json.dumps({"value": value, "digest": _digest_of(value)}, indent=2) + "\n").encode())
+
+
+def _digest_of(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 def kept_bytes(kind: str, inputs: Iterable[str], make: Callable[[], bytes]) -> bytes:

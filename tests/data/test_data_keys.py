@@ -25,7 +25,7 @@ NOT_IN_THE_KEY = """
 model_path is_pretrained
 sequence_length packing isolated group_by_length rope_limit stopping_strategy batch_size seed
 eval_sources grouped
-cache_dir num_workers no_pictures no_answers
+cache_dir num_workers no_pictures no_answers unheard
 """
 """Settings of data without an effect on the tokens of a source: the place of the tokenizer (the key has its
 hash), the cut into rows and batches, other sources (groups are a format), and who makes or refuses tokens.
@@ -66,6 +66,7 @@ def test_every_argument_with_an_effect_on_tokens_is_in_their_key(
         "grouped": "preference",
         "no_pictures": "none",
         "no_answers": "none",
+        "unheard": {"margin": "leave it out"},
         "rope_limit": 8,
         "num_workers": 0,
         "cache_dir": tmp_path,

@@ -303,3 +303,25 @@ def test_other_data_than_preferences_are_refused(
         dataset_of(*files, grouped="preference", group=2)
     with pytest.raises(ConfigError, match=r"rows.jsonl has the format preference, .*: set --train.method dpo"):
         dataset_of(*files[::-1])
+
+
+@pytest.mark.parametrize("other", ["question", "instruction"])
+def test_another_name_beside_a_prompt_is_needless(write_lines: Callable[..., Path], other: str) -> None:
+    row = {"prompt": "What is two and two?", "chosen": " Four.", "rejected": " Five."}
+    assert (
+        record(write_lines("a.jsonl", row | {other: "Two and two?"})).chosen
+        == record(write_lines("a.jsonl", row)).chosen
+    )
+    assert isinstance(record(write_lines("a.jsonl", row | {"prompt": None, other: "Two and two?"})), BadRow)
+
+
+def test_columns_that_the_reference_loss_reads_are_refused(
+    dataset_of: Callable[..., Dataset], write_lines: Callable[..., Path]
+) -> None:
+    row = {"prompt": "What is two and two?", "chosen": " Four.", "rejected": " Five.", "margin": 3.0}
+    path = str(write_lines("a.jsonl", row))
+    settings: dict[str, Any] = {"grouped": "preference", "group": 2, "batch_size": 1}
+    source = source_of(path, "preference")
+    assert dataset_of(source, **settings).num_train_rows
+    with pytest.raises(ConfigError, match=r"has the column 'margin', and no margin is subtracted"):
+        dataset_of(source, **settings, unheard={"margin": "no margin is subtracted"})

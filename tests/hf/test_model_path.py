@@ -70,3 +70,12 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
     monkeypatch.setattr(models, "_is_hub_reachable", lambda: False)
     with pytest.raises(ConfigError, match=r"gpt2, which does not exist.*hub cannot be reached"):
         models.locate(ModelSection(path="gpt2"))
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would apply it."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert find_model(str(tmp_path)) == tmp_path
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a model and a PEFT adapter .*--lora\.adapter FOLDER"):
+        find_model(str(tmp_path))

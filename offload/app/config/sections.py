@@ -310,6 +310,10 @@ class Section(BaseModel):
         # Here, once for all fields: text from the command line has no other way to say None.
         if type(None) in types and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
+        # An unset variable of a shell: as a path it would be the working folder.
+        given = value if isinstance(value, list | tuple) else [value]
+        if str in types and any(isinstance(each, str) and not each.strip() for each in given):
+            raise ValueError("it is empty; give a value, or leave the setting out")
         # YAML reads yes, no, on and off as booleans.
         if isinstance(value, bool) and not any(each is bool or each is value for each in types):
             raise ValueError("it cannot be true or false")
@@ -332,7 +336,7 @@ class RunSection(Section):
     """Run name, used for the folder and in the records."""
     seed: Natural = 0
     """Seed for initial weights, data order, dropout and the printed sample."""
-    report_to: Strings = ()
+    report_to: Words = ()
     """Extra loggers for the numbers in metrics.jsonl, separated by spaces: tensorboard, wandb, trackio, mlflow. Each
     needs a separate package. none: no extra logger.
     """
@@ -654,13 +658,13 @@ class LoraSection(Section):
     """Numerator of the LoRA scale alpha/rank (lora_alpha)."""
     dropout: Beta = 0.0
     """Dropout probability on the adapter input (lora_dropout)."""
-    target_modules: Strings | None = None
+    target_modules: Words | None = None
     """Modules to adapt, by name suffix, separated by spaces. all-linear: all linear modules except the head. none: PEFT
     default for the model family.
     """
-    target_parameters: Strings | None = None
+    target_parameters: Words | None = None
     """Parameters to adapt, by name suffix; for example experts.down_proj, where all experts form one tensor."""
-    modules_to_save: Strings | None = None
+    modules_to_save: Words | None = None
     """Modules trained in full and saved with the adapter, for example lm_head."""
     trainable_tokens: Tokens | None = None
     """Token ids with trainable embedding rows (trainable_token_indices)."""

@@ -46,7 +46,18 @@ def find_model(name: str) -> Path:
     if not file.is_file():
         raise ConfigError(f"model.path is {name}, {_describe_folder(path)}.")
     check_json(file, name)
+    refuse_adapter(path, name)
     return path
+
+
+def refuse_adapter(folder: Path, name: str) -> None:
+    """Raise ConfigError for an adapter beside the weights: `from_pretrained` would apply it. `name`: the model.path."""
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.path is {name}, which holds a model and a PEFT adapter (adapter_config.json); transformers would "
+            "apply the adapter. Move the adapter into a folder of its own. Then train the model alone, go on with the "
+            "adapter by --lora.adapter FOLDER, or merge it by PEFT's merge_and_unload and give the merged model."
+        )
 
 
 def missing_message(name: str) -> str:

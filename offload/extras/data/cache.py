@@ -13,30 +13,44 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from offload.errors import ConfigError, system_code
+from offload.errors import ConfigError, describe, system_code, warn
 from offload.native.io import because, sync_path
+from offload.user_cache import hash_paths
 
 T = TypeVar("T")
+_DIGESTS = "digests"
+"""File in a folder with the digests of the others, see `_digests`."""
 
 
 def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Return `load(root / name)`. If the folder is absent or unreadable, `build` fills a new folder first.
 
-    `load` raises OSError, ValueError or KeyError for an absent or damaged folder. Raises ConfigError if the cache is
-    not writable.
+    All bytes are read and compared with their digest first: damage would be trained on, and training reads them anyway.
+    `load` raises OSError, ValueError or KeyError for an unreadable folder. Raises ConfigError if the cache is not
+    writable.
     """
+
+    def checked() -> T:
+        folder = root / name
+        if (folder / _DIGESTS).read_text() != _digests(folder):
+            raise ValueError("its bytes are not those that were written")
+        return load(folder)
+
     # No lock for the usual case: complete folders are renamed into place, so a reader sees all or nothing.
     with suppress(OSError, ValueError, KeyError):
-        return load(root / name)
+        return checked()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks arrive at once: one builds, the others wait and load
             # Another process may have built the folder while this one waited for the lock.
-            with suppress(OSError, ValueError, KeyError):
-                return load(root / name)
+            try:
+                return checked()
+            except (OSError, ValueError, KeyError) as error:
+                if (root / name).exists():
+                    warn(f"the cached data in {root / name} are damaged ({describe(error)}), and are made again.")
             _build(root, name, build)
-            return load(root / name)
+            return checked()
     except Exception as error:
         if system_code(error) is None:
             raise
@@ -65,6 +79,7 @@ def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
     temporary.mkdir()
     try:
         build(temporary)
+        (temporary / _DIGESTS).write_text(_digests(temporary))
         # Contents reach the disk before the name: after a power cut, a folder with the final name is complete.
         for path in temporary.rglob("*"):
             sync_path(path)
@@ -74,3 +89,9 @@ def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
         sync_path(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _digests(folder: Path) -> str:
+    """Return a line with digest and name for each file in a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _DIGESTS)
+    return "".join(f"{hash_paths([path])} {path.relative_to(folder).as_posix()}\n" for path in paths)

@@ -391,6 +391,8 @@ def build_dataset(settings: DataSettings, progress: Progress = _tell_nobody) -> 
     laid_out = []
     for name, each in zip(names_of([*settings.sources, *settings.eval_sources]), row_sources, strict=True):
         files, findings = prepare(each, encoder, settings, progress)
+        if column := next((key for key in settings.unheard if key in findings.unread), None):
+            raise ConfigError(f"{each} has the column {column!r}, and {settings.unheard[column]}")
         laid_out.append(SourceRows.of(name, each, files, findings, settings, layout, pad_id))
     notes = [note for each in row_sources for note in each.notes]
     notes += [*encoder.notes, *(note for each in laid_out for note in each.notes(len(laid_out) > 1))]

@@ -387,7 +387,8 @@ class Format:
         if "input_ids" in self.keys:
             attended = _without_padding(value)
         for key in self.refused:
-            if key.name in attended and not key.says_nothing(attended[key.name]):
+            is_needless = bool(key.beside) and not is_empty(attended.get(key.beside))
+            if key.name in attended and not is_needless and not key.says_nothing(attended[key.name]):
                 raise BadRow(f"{where} has {key.name!r}, and data.format={self.name} does not read it; {key.fix}.")
 
 

@@ -88,6 +88,8 @@ class RowKey(NamedTuple):
     """Remedy in the error message."""
     says_nothing: Callable[[Any], bool] = is_empty
     """True for a value without effect on the training."""
+    beside: str = ""
+    """Key that makes this one needless, if the row has it."""
 
 
 _NOT_READ = "video and audio are not trained on: leave the key out"
@@ -156,7 +158,8 @@ ROW_KEYS = (
         )
         for name in ("prompt", "messages")
     ),
-    *(_other_name(name, "prompt", _PAIRS) for name in ("instruction", "question", "conversations")),
+    *(_other_name(name, "prompt", _PAIRS)._replace(beside="prompt") for name in ("instruction", "question")),
+    _other_name("conversations", "prompt", _PAIRS),
     RowKey(
         "images",
         "list, or JSON, of pictures",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,8 @@ class DataSettings:
     """
     no_answers: str = ""
     """The same for rows that separate a prompt from an answer."""
+    unheard: Mapping[str, str] = field(default_factory=dict)
+    """Columns that the loss of other libraries reads, and this one does not: the remedy for each."""
 
     stopping_strategy: StoppingStrategy = "all_exhausted"
     group_by_length: bool = False

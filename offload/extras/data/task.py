@@ -33,6 +33,12 @@ _NO_ANSWERS = (
     "and the answer as labels, by offload.Engine or OffloadTrainer, or set --data.train_on_prompt true to train on "
     "rows as plain text."
 )
+_STORED = "the log-probabilities of the reference are measured here, not read from rows: leave this column out."
+# By method: columns that TRL's losses read beside the answers.
+_UNHEARD = {
+    "reward": {"margin": "no margin is subtracted by train.method reward, as it is by TRL: leave this column out."},
+    "dpo": dict.fromkeys(("ref_chosen_logps", "ref_rejected_logps"), _STORED),
+}
 
 
 def write_rows(rows: Any, name: str) -> str:
@@ -195,6 +201,7 @@ class FileRows:
             num_workers=data.num_workers,
             no_pictures=_no_pictures(config, model_kind),
             no_answers=no_answers,
+            unheard=_UNHEARD.get(config.train.method, {}),
         )
         dataset = build_dataset(settings, progress)
         if dataset.has_pictures and not dataset.has_one_picture_per_row:

@@ -25,15 +25,15 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.loss.loss import Loss
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import DoesNotFitError, format_bytes, warn
 from offload.extras.data.cache import unusable
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import RowSet
 from offload.extras.data.sources import hash_text
 from offload.extras.frozen.measurement_key import measurement_key
 from offload.files.directories import free_bytes
-from offload.native.io import disk_error
-from offload.user_cache import default_cache_dir
+from offload.native.io import disk_error, sync_path
+from offload.user_cache import default_cache_dir, hash_paths
 
 _PRINT_INTERVAL_S = 30.0
 _ABANDONED_S = 30 * 86400
@@ -207,7 +207,8 @@ class _Cache:
         self._sizes = sizes
         self._ends = dtype.itemsize * np.cumsum(sizes, dtype=np.int64)
         num_bytes = int(self._ends[-1]) if len(sizes) else 0
-        if path.is_file() and path.stat().st_size == num_bytes:
+        self._digest = path.with_suffix(".digest")
+        if path.is_file() and path.stat().st_size == num_bytes and self._is_whole():
             self.num_known = len(sizes)
             self._stream: BufferedReader | BufferedRandom = path.open("rb")
             return
@@ -247,7 +248,17 @@ class _Cache:
         """Give the file its name, if it is new."""
         if self._stream.mode == "rb":
             return
+        self._digest.write_text(hash_paths([self._part]))
+        sync_path(self._digest)
         self._part.replace(self._path)
+
+    def _is_whole(self) -> bool:
+        """Tell whether the complete file has its digest. All bytes are read: damaged ones would be trained on."""
+        with suppress(OSError):
+            if self._digest.read_text() == hash_paths([self._path]):
+                return True
+        warn(f"{self._path} is damaged, and its records are measured again.")
+        return False
 
     def close(self) -> None:
         self._stream.close()
