@@ -222,9 +222,9 @@ def splits_of(paths: Iterable[FilePath], folder: PurePath) -> dict[str, list[Fil
         if splits:
             break
         for path, name in names.items():
-            words, end = (name.name,), _SEPARATORS
+            words, end = name.parts[-1:], _SEPARATORS
             if in_folders:
-                words, end = name.parent.parts, f"({_SEPARATORS}|$)"
+                words, end = name.parts[:-1], f"({_SEPARATORS}|$)"
             for split, keywords in _SPLIT_NAMES.items():
                 pattern = f"(^|{_SEPARATORS})({'|'.join(keywords)}){end}"
                 if any(re.search(pattern, word, re.IGNORECASE) for word in words):
