@@ -23,7 +23,7 @@ from offload.extras.data.chat import BUILTIN_TEMPLATE
 from offload.extras.data.encoder import Encoder
 from offload.extras.data.findings import Findings
 from offload.extras.data.formats import FORMATS, detect_format, read_records
-from offload.extras.data.records import Ids
+from offload.extras.data.records import Group, Ids
 from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS
 from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of
@@ -98,6 +98,9 @@ OF_ROWS = [  # key, row, expected text or error action
     ("negatives", {**ASKED, "negatives": '["B", "C"]'}, "[one]"),
     *(("negatives", {**ASKED, "negatives": bad}, BadRow) for bad in ([1], 1, ["B", " "])),
     ("negative", {**ASKED, "negative": "B"}, BadRow),
+    *((f"negative_{number}", {f"negative_{number}": "B", **ASKED}, "[one]") for number in range(1, 10)),
+    *((key, {**ASKED, key: value}, BadRow) for key in ("label", "score", "similarity") for value in (0, 0.0, "0", 0.4)),
+    *((key, {**ASKED, key: value}, "[one]") for key in ("label", "score", "similarity") for value in (1, True, None)),
     ("images", {**ALPACA, "images": ["a.png"]}, BadRow),
     *((key, {"messages": turns(), key: ["a.bin"]}, BadRow) for key in ("image", "video", "videos", "audio", "audios")),
     ("functions", {"messages": turns(), "functions": [TOOL["function"]]}, BadRow),
@@ -201,6 +204,14 @@ def test_a_label_in_a_table_is_as_datasets_types_it(values: tuple[str, str], end
     (file,) = files_of(str(path))
     found = read_records(replace(file, format=detect_format(file)), 1000, [])
     assert [isinstance(each, BadRow) for each in found] == [not each for each in told] == [False, True]
+
+
+def test_numbered_negatives_come_in_order() -> None:
+    """As in sentence-transformers' rows. Break: read them in the order of the columns; leave one out."""
+    row = {"negative_2": "C", "query": "q", "negative_10": "E", "negative_1": "B", "positive": "p", "negatives": ["A"]}
+    group = FORMATS["contrastive"].record(row, "row 1", None)
+    assert isinstance(group, Group)
+    assert group.members == ("q", "p", "A", "B", "C")
 
 
 def test_the_table_is_whole() -> None:

@@ -32,6 +32,7 @@ from offload.errors import ConfigError
 from offload.extras.adapters.export import export_adapter, export_merged
 from offload.extras.contrastive import losses as losses_module
 from offload.extras.contrastive.losses import InfoNCE
+from offload.extras.contrastive.objective import _stored_files
 from offload.extras.data.dataset import build_dataset
 from offload.extras.data.encoder import Encoder
 from offload.extras.data.findings import Findings
@@ -443,7 +444,7 @@ def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, t
     base = tmp_path / "base/hf"
     prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
     (base / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    (base / "sentence_bert_config.json").write_text('{"do_lower_case": true, "max_seq_length": 512}')
+    (base / "sentence_bert_config.json").write_text('{"do_lower_case": false, "max_seq_length": 512}')
     more["model__path"] = str(base)
     run("whole", **asked(pairs, **more))
     run("adapted", **asked(pairs, lora__rank=4, lora__target_modules="all-linear", optimizer__lr=1e-2, **more))
@@ -456,7 +457,7 @@ def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, t
     for name in ("whole/hf", "adapted/hf", "exported", "adapter", "merged", "resumed/hf"):
         found = {file: json.loads((tmp_path / name / file).read_text()) for file in FILES}
         assert found["config_sentence_transformers.json"].items() >= prompts.items(), name
-        assert found["sentence_bert_config.json"] == {"do_lower_case": True, "max_seq_length": 64}, name
+        assert found["sentence_bert_config.json"] == {"do_lower_case": False, "max_seq_length": 64}, name
         assert found["1_Pooling/config.json"]["pooling_mode_cls_token"] is True, name
         kinds = [module["type"].rpartition(".")[2] for module in found["modules.json"]]
         assert kinds == ["Transformer", "Pooling", "Normalize"], name
@@ -516,6 +517,25 @@ def test_a_stored_pooling_is_taken_and_other_modules_are_refused(run: Any, pairs
     for pooling in ("auto", "mean"):
         with pytest.raises(ConfigError, match=r"modules\.json has the module Dense, and a run trains Transformer"):
             run("other", **asked(pairs, contrastive__pooling=pooling, **base))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sentence_bert_config.json", {"do_lower_case": True}),
+        ("sentence_bert_config.json", {"modality_config": {"text": {}, "message": {}}}),
+        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}),
+    ],
+)
+def test_an_option_with_other_vectors_is_refused(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Break: keep it in the export, whose vectors are then others than the trained ones."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(options | {"max_seq_length": 64}))
+    with pytest.raises(ConfigError, match=f"{[*options][-1]}, by which sentence-transformers gives"):
+        _stored_files(tmp_path)
+    path.write_text(json.dumps({"do_lower_case": False, "modality_config": {"text": {}}, "include_prompt": True}))
+    assert _stored_files(tmp_path)
 
 
 def test_refusals(run: Any, pairs: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,19 @@ _NAMES = {
     "cls": ("cls", "pooling_mode_cls_token"),
 }
 """Names and flags of sentence-transformers for the poolings. All its versions read the flags."""
+
+_REFUSED: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = {
+    (_OPTIONS, "do_lower_case"): (bool, "write the rows in small letters, and set it to false"),
+    (_OPTIONS, "modality_config"): (
+        lambda value: "message" in (value or {}),
+        "to train bare texts, leave its 'message' out, and chat_template.jinja,",
+    ),
+    (_POOLING, "include_prompt"): (
+        lambda value: value is False,
+        "set it to true, or leave the prompts out of the rows",
+    ),
+}
+"""By file and option: whether a value changes the vectors of a text, and the remedy. Other options are kept."""
 
 
 class Contrastive(Objective):
@@ -105,6 +118,12 @@ def _stored_files(folder: Path | None) -> dict[str, Any]:
                 f"{folder / _MODULES} has the module {kind}, and a run trains {', '.join(_KINDS)} alone, so the export "
                 f"would give other vectors: set --model.path to a folder without {kind}, or to a copy without "
                 f"{_MODULES}."
+            )
+    for (name, option), (changes, fix) in _REFUSED.items():
+        if changes(found.get(name, {}).get(option)):
+            raise ConfigError(
+                f"{folder / name} has {option}, by which sentence-transformers gives the model other tokens or vectors "
+                f"than a run trains: {fix} in a copy of the folder."
             )
     return found
 

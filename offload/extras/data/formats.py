@@ -23,6 +23,7 @@ from offload.extras.data.pictures import PictureMatcher, has_picture
 from offload.extras.data.records import Chat, Group, Ids, Pair, Preference, Record, Text, common_prefix_length
 from offload.extras.data.row_keys import (
     MARKS,
+    NEGATIVES,
     NO_VARIABLES,
     ROW_KEYS,
     TEMPLATE_KEYS,
@@ -543,6 +544,7 @@ def _parse_contrastive(row: Row) -> Group:
         negatives = typed(negatives)  # in a table of strings
     if not isinstance(negatives, list):
         negatives = [] if is_empty(negatives) else [negatives]
+    negatives = [*negatives, *(record[key] for key in NEGATIVES if not is_empty(record.get(key)))]
     named = [("query", record["query"]), ("positive", record["positive"]), *(("negatives", each) for each in negatives)]
     texts = tuple(_string(text, key, where) for key, text in named)
     for (key, _), text in zip(named, texts, strict=True):

@@ -118,6 +118,8 @@ NO_VARIABLES = frozenset(
 )
 """Arguments of `apply_chat_template` that are no variables of the template."""
 
+NEGATIVES = tuple(f"negative_{number}" for number in range(1, 10))
+
 ROW_KEYS = (
     RowKey("input", "text", "follows the `instruction`", frozenset({"alpaca"}), _PAIRS, "write it into 'prompt'"),
     RowKey(
@@ -211,6 +213,19 @@ ROW_KEYS = (
     ),
     RowKey("negatives", "text, or list of texts", "hard negatives: texts that do not answer the query", _GROUPS),
     _other_name("negative", "negatives", _GROUPS),
+    *(RowKey(name, "text", "further hard negatives, in this order", _GROUPS) for name in NEGATIVES),
+    *(
+        RowKey(
+            name,
+            "1 or true, or refused",
+            "none: a row has a query with its answer",
+            frozenset(),
+            _GROUPS,
+            "a grade may mark a wrong answer, and each is trained as a right one: keep right answers, and leave it out",
+            _is_one,
+        )
+        for name in ("label", "score", "similarity")
+    ),
     RowKey("labels", "list of whole numbers, or JSON", "a token with label -100 is not trained", _TOKENS),
     RowKey("attention_mask", "list of numbers or booleans, or JSON", "a token outside is dropped", _TOKENS),
     *(
