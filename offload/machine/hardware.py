@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from offload.fused_attention import Capability
+
 ATTENTION_SHARE = 0.63
 """Attention rate relative to matrix products, for machines without a measured rate.
 
@@ -148,6 +150,7 @@ class Hardware:
     disk_bytes: free disk space; None: no disk.
     endurance_bytes: rated disk endurance in bytes written; None: unknown.
     shares_memory: the device uses host memory, so offloading to the host saves nothing.
+    capability: NVIDIA compute capability, which decides on torch's kernels; None: another device, or unknown.
     rates: rates per device.
     num_machines: number of machines in the run, connected by a network.
     sources: source of each figure, by field name.
@@ -164,6 +167,7 @@ class Hardware:
     shares_memory: bool
     rates: Rates
     num_machines: int = 1
+    capability: Capability | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

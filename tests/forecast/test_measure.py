@@ -16,10 +16,13 @@ from offload import Engine, Placement
 from offload.app.config.presets import PRESETS
 from offload.distributed.comm import Comm
 from offload.engine.prepare import EnginePlan, prepare
+from offload.extras.plan import op_counter
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.timing import kernel_seconds
 from offload.extras.plan.unit_use import FoundUses
-from offload.extras.plan.workload import REPEATED_SHARE, Cost, Workload
+from offload.extras.plan.workload import REPEATED_SHARE, Cost, UnitWork, Workload
+from offload.fused_attention import Capability
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.counters import Ledger
@@ -30,10 +33,16 @@ from tests.engine.inside import parts_of
 ROWS, LENGTH = 4, 32
 
 
-def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: Any) -> tuple[EnginePlan, Workload]:
+def told(
+    model: nn.Module,
+    settings: Settings,
+    kind: str = "causal",
+    capability: Capability | None = None,
+    **batch: Any,
+) -> tuple[EnginePlan, Workload]:
     twin = copy.deepcopy(model).to("meta")
     prepared = prepare(twin, settings, Comm())
-    return prepared, measure(twin, BatchSpec(kind, ROWS, LENGTH, **batch), prepared)
+    return prepared, measure(twin, BatchSpec(kind, ROWS, LENGTH, **batch), prepared, capability=capability)
 
 
 def waiting_bytes(work: Workload) -> int:
@@ -225,6 +234,34 @@ def test_dropped_parts_of_a_graph_are_not_kept() -> None:
 def test_padding_takes_a_mask() -> None:
     (_, plain), (_, padded) = told(build(llama), Settings()), told(build(llama), Settings(), is_padded=True)
     assert waiting_bytes(padded) - waiting_bytes(plain) == pytest.approx(ROWS * LENGTH * LENGTH, rel=0.1)
+
+
+def test_attention_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused kernel keeps no scores. Break: count FlashAttention on every card."""
+    model, scores = build(llama), 4 * ROWS * 4 * LENGTH * LENGTH
+
+    def block(capability: Capability | None, **batch: Any) -> UnitWork:
+        calls = told(model, Settings(), capability=capability, **batch)[1].calls
+        return next(call for call in calls if call.is_block)
+
+    known = block(None)
+    expanded = block((7, 5))  # fp32: keys and values of two heads are repeated for four
+    assert 0 < expanded.saved_bytes - known.saved_bytes <= 2 * 4 * ROWS * LENGTH * 32
+    assert expanded.forward.attention_flops == known.forward.attention_flops
+    masked = [block(capability, is_padded=True) for capability in (None, (9, 0), (8, 9))]
+    flops = masked[0].forward.attention_flops
+    assert [work.forward.efficient_flops for work in masked] == [0, flops, 0]
+    monkeypatch.setattr(op_counter, "kernel_of", lambda *_: "")
+    none = block((3, 5))
+    assert none.saved_bytes - known.saved_bytes > scores
+    assert none.forward.attention_flops == 0
+
+
+def test_masked_attention_is_slower_where_it_has_an_older_kernel() -> None:
+    rates = read_machine("h200").rates
+    fast, slow = (Cost(1e15, 0.0, 1, attention_flops=1e15, efficient_flops=share * 1e15) for share in (0, 1))
+    seconds = [kernel_seconds(cost, "bf16", rates)[1] for cost in (fast, slow)]
+    assert seconds[1] / seconds[0] == pytest.approx(473 / (2 * 63), rel=0.05)
 
 
 def test_isolated_documents_take_positions_and_a_mask(peaks: dict[str, int]) -> None:

@@ -68,6 +68,7 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     words = (
         "name",
         "device",
+        "capability",
         "num_devices",
         "num_machines",
         "network_latency_s",
@@ -87,6 +88,8 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     assert half >= rates.flops_per_s["fp32"] > 1e12
     assert 1e-6 < rates.launch_s < 1e-4
     assert machine.shares_memory is (name in ONE_MEMORY)
+    assert (machine.capability is None) is (name == "strix-halo"), "no NVIDIA GPU"
+    assert machine.capability is None or (machine.capability < (8, 0)) is (name in BEFORE_AMPERE)
     assert 0.85e9 * SHIPPED[name] < (machine.device_bytes or 0) < 2**30 * SHIPPED[name]
 
 
@@ -184,6 +187,7 @@ def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_
         ({"rates_launch_s": True}, ["rates.launch_s is True"]),
         ({"num_devices": 1.5}, ["num_devices is 1.5"]),
         ({"shares_memory": "perhaps"}, ["shares_memory is 'perhaps'", "true or false"]),
+        ({"capability": "new"}, ["capability is 'new'", "8.9"]),
     ],
 )
 def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:

@@ -109,6 +109,7 @@ class _MachineFile:
         return Hardware(
             name=self._word("name", values["name"]),
             device=device,
+            capability=self._capability(values.get("capability")),
             shares_memory=values["shares_memory"],
             rates=Rates(**{key: self._rate(key, value) for key, value in rates.items() if value is not None}),
             sources={
@@ -145,6 +146,12 @@ class _MachineFile:
         if not isinstance(value, str) or not value.strip():
             raise self._error(key, value, "a text")
         return value
+
+    def _capability(self, value: Any) -> tuple[int, int] | None:
+        found = re.fullmatch(r"(\d+)\.(\d+)", str(value))
+        if value is None or found:
+            return found and (int(found[1]), int(found[2]))
+        raise self._error("capability", value, 'a text such as "8.9"')
 
     def _device(self, value: Any) -> str:
         with suppress(ConfigError):

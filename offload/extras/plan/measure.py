@@ -36,6 +36,7 @@ from offload.extras.plan.op_counter import OpCounter, UnknownValueError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.unit_use import ROWS, FoundUses, TiledUses, UnitMeasurement, UnitMeasurements
 from offload.extras.plan.workload import NO_COST, NO_WORK, UnitWork, Workload
+from offload.fused_attention import Capability
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.modules import forwards_replaced
@@ -113,12 +114,14 @@ def measure(
     found_tiles: dict[Hashable, Tiles] | None = None,
     found_uses: FoundUses | None = None,
     loss: Loss | None = None,
+    capability: Capability | None = None,
 ) -> Workload:
     """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
 
     `found_tiles`: tile searches of earlier calls with this model and precision, and the place for new ones.
     `found_uses`: the same for uses of units, from calls that differ only in rows and chunks. `loss`: in
-    place of the model's own. The model belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
+    place of the model's own. `capability`: as for `fused`. The model belongs to `prepared` and is restored afterwards.
+    Raises CannotMeasureError.
     """
     uses: FoundUses = {} if found_uses is None else found_uses
     settings = prepared.settings
@@ -129,9 +132,9 @@ def measure(
     model.train()
     try:
         tiles = _find_tiles(model, batch, prepared, {} if found_tiles is None else found_tiles)
-        workload = _run(model, batch, prepared, micro_rows, tiles, uses, loss)
+        workload = _run(model, batch, prepared, micro_rows, tiles, uses, loss, capability)
         if num_micro_batches > 1:  # a second run with one more row separates shared tensors
-            more = _run(model, batch, prepared, micro_rows + 1, tiles, uses, loss)
+            more = _run(model, batch, prepared, micro_rows + 1, tiles, uses, loss, capability)
             workload = replace(
                 workload, calls=tuple(_scale_to_rows(workload.calls, more.calls, micro_rows, batch.rows))
             )
@@ -179,9 +182,10 @@ def _run(
     tiles: TiledUses | None,
     uses: FoundUses,
     loss: Loss | None,
+    capability: Capability | None,
 ) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
-    probe = _WorkloadProbe(prepared, tiles, uses, loss)
+    probe = _WorkloadProbe(prepared, tiles, uses, loss, capability)
     with stages_in_memory(model, prepared.settings):
         num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
     return Workload(
@@ -223,10 +227,16 @@ class _WorkloadProbe:
     """Intercepts unit calls and counts compute between units."""
 
     def __init__(
-        self, prepared: EnginePlan, tiles: TiledUses | None, uses: FoundUses, loss: Loss | None = None
+        self,
+        prepared: EnginePlan,
+        tiles: TiledUses | None,
+        uses: FoundUses,
+        loss: Loss | None = None,
+        capability: Capability | None = None,
     ) -> None:
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
-        self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
+        self.counter = OpCounter(fuses_dropout=not is_cpu, capability=capability)
+        self.last_result_bytes = 0
         self._prepared = prepared
         self._loss = loss
         self._entries: list[_UseRecord] = []

@@ -7,7 +7,6 @@ number raises `UnknownValueError`.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from offload.extras.large.kept_products import ProductsForward, attention_inner
 from offload.extras.large.sink_operation import SINK_ATTENTION
 from offload.extras.plan.workload import NO_COST, Cost
 from offload.extras.quant.weight_codes import PRODUCT, cast_bytes
+from offload.fused_attention import PREFERS_CUDNN, Capability, bound_call, fitted, kernel_of
 
 _MOST_KNOWN = 1 << 22
 """Size limit, in elements, for values computed on the CPU."""
@@ -69,9 +69,13 @@ class OpCounter(WatchingMode):
     peak_bytes: maximum live_bytes since `begin`.
     """
 
-    def __init__(self, *, fuses_dropout: bool = True) -> None:
-        """Create a counter. `fuses_dropout`: attention with dropout is one fused kernel too, as on GPUs."""
+    def __init__(self, *, fuses_dropout: bool = True, capability: Capability | None = None) -> None:
+        """Create a counter. `fuses_dropout`: attention with dropout is one fused kernel too, as on GPUs.
+
+        `capability`: as for `fused`.
+        """
         super().__init__()
+        self.capability = capability
         self._fuses_dropout = fuses_dropout
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -86,7 +90,7 @@ class OpCounter(WatchingMode):
 
     @contextmanager
     def watching(self) -> Iterator[OpCounter]:
-        """Count operations in this context, with attention counted as one fused kernel."""
+        """Count operations in this context, with attention counted as the kernel that torch takes."""
         with self, _FusedAttention(self, self._fuses_dropout):
             yield self
 
@@ -191,7 +195,9 @@ class OpCounter(WatchingMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces torch attention, because the `meta` version materializes the score matrix."""
+    """Replaces torch attention, because the `meta` version materializes the score matrix. That version stays where the
+    device has no fused kernel either.
+    """
 
     def __init__(self, counter: OpCounter, fuses_dropout: bool) -> None:
         super().__init__()
@@ -201,22 +207,18 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            arguments = _signature.bind_partial(*args, **kwargs).arguments
-            if self._fuses_dropout or not arguments.get("dropout_p"):
-                tensors = arguments["query"], arguments["key"], arguments["value"]
+            capability = self._counter.capability
+            call = fitted(capability, bound_call(args, kwargs))
+            kernel = kernel_of(capability, call)
+            if kernel and (self._fuses_dropout or not call.get("dropout_p")):
                 share = 1.0
                 # A causal kernel skips the upper triangle, unless a mask is given.
-                if arguments.get("is_causal", False) and arguments.get("attn_mask") is None:
+                if call.get("is_causal", False) and call.get("attn_mask") is None:
                     share = self._counter.causal_share / 2
-                return _Attention.apply(*tensors, self._counter, share)
+                is_slow = kernel == "efficient" and capability is not None and capability[0] in PREFERS_CUDNN
+                return _Attention.apply(call["query"], call["key"], call["value"], self._counter, share, is_slow)
+            return func(**call)
         return func(*args, **kwargs)
-
-
-def _attend(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, **options: Any) -> None:
-    """Argument names of torch attention, a builtin without signature."""
-
-
-_signature = inspect.signature(_attend)
 
 
 class _Attention(torch.autograd.Function):
@@ -227,7 +229,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counter: OpCounter, share: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        counter: OpCounter,
+        share: float,
+        is_slow: bool,
     ) -> Any:
         batch, heads, tokens, _ = query.shape
         shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
@@ -239,13 +247,14 @@ class _Attention(torch.autograd.Function):
                 result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
             flops = share * sdpa_flop_count(*shapes)
             num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
-            counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
+            counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops, efficient_flops=is_slow * flops)
             return result, query.new_empty(batch, heads, tokens, dtype=torch.float32)
 
         result, sums = counter.attend(compute, key, share)
         ctx.save_for_backward(query, key, value, result, sums)
         ctx.counter = counter
         ctx.share = share
+        ctx.is_slow = is_slow
         ctx.shapes = shapes
         return result
 
@@ -255,8 +264,8 @@ class _Attention(torch.autograd.Function):
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
         num_bytes = sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients)))
-        ctx.counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
-        return (*gradients, None, None)
+        ctx.counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops, efficient_flops=ctx.is_slow * flops)
+        return (*gradients, None, None, None)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

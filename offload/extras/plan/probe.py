@@ -351,6 +351,7 @@ def probe(
         device=device_of(accelerator).type,
         num_devices=num_devices,
         device_bytes=device_bytes,
+        capability=None if accelerator is None else accelerator.capability,
         host_bytes=free,
         disk_bytes=disk_bytes,
         endurance_bytes=None,

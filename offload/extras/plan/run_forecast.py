@@ -123,6 +123,7 @@ def _placeholder_hardware(machine: ThisMachine) -> Hardware:
         device=machine.device.partition(":")[0],
         num_devices=None,
         device_bytes=device_bytes,
+        capability=None if accelerator is None else accelerator.capability,
         host_bytes=tightest_limit(memory_limits()).free_bytes,
         disk_bytes=None,
         endurance_bytes=None,

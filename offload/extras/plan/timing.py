@@ -41,6 +41,12 @@ _FUSED_SHARE = 0.22
 
 A profiled compiled step of a 3B on an H200: at most 51 ms in such kernels, at 2.63 TB/s 135 of 623 GB.
 """
+_EFFICIENT_MORE = 2.7
+"""Time of the memory-efficient kernel beyond that of the fused one, for the same FLOPs.
+
+With a mask on an H200: 65 and 62 TFLOP/s by the FLOPs of causal attention, forward and backward; it computes twice
+those. Without a mask cuDNN has 473.
+"""
 _GAP_S = 2.7e-6
 """Idle device time for each operation in eager blocks: 3 % beside the kernels when a 3B runs on an H200 for long."""
 _COMPILED_GAP_S = 7.5e-6
@@ -515,7 +521,7 @@ def kernel_seconds(cost: Cost, settings: Settings, rates: Rates, share: float = 
     Products and attention read and write their operands meanwhile, and together take no less than these bytes.
     """
     precision = settings.precision
-    attention = cost.attention_flops / rates.attention(precision)
+    attention = (cost.attention_flops + _EFFICIENT_MORE * cost.efficient_flops) / rates.attention(precision)
     products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rates.flops(precision)
     products += cost.fp8_flops / rates.fp8_flops(settings.matmul, precision)
     products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)

@@ -21,6 +21,7 @@ class Cost:
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     attention_flops: the part of `flops` in fused attention.
     fp8_flops: the part of `flops` in FP8 products.
+    efficient_flops: the part of `attention_flops` in torch's memory-efficient kernel, on cards with a faster one.
     fresh_bytes: bytes of results in memory that a CPU's allocator takes from the system each time, and gives back.
     """
 
@@ -34,6 +35,7 @@ class Cost:
     fresh_bytes: float = 0.0
     copied_bytes: float = 0.0
     once_bytes: float = 0.0
+    efficient_flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(add, self._numbers, other._numbers))
