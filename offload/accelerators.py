@@ -127,7 +127,7 @@ def device_of(accelerator: Accelerator | None) -> torch.device:
 def compiles_by_default(device: str) -> bool:
     """True for a device, in torch notation, on which fused kernels are much faster: a CUDA or ROCm GPU.
 
-    A CPU gains little over minutes of compilation, and the compiler may not know other devices.
+    A CPU gains little over minutes spent compiling, and the compiler may not know other devices.
     """
     return runs_gpu_kernels(torch.device(device).type)
 
@@ -158,10 +158,10 @@ def capability_of(device: torch.device) -> Capability | None:
 
 
 def masked_attention_fault(device: torch.device) -> str:
-    """Return the names of torch and GPU where cuDNN's attention with a mask can give wrong gradients. Empty: it does
+    """Return torch's version and the GPU where cuDNN's attention with a mask can give wrong gradients. Empty: it does
     not, or is switched off.
 
-    torch prefers cuDNN there. The gradients of a row are NaN if all its scores are far below zero.
+    torch prefers cuDNN there. A row has NaN gradients if all its scores are far below zero.
     """
     if not torch.backends.cuda.cudnn_sdp_enabled() or not has_cudnn_fault(capability_of(device)):
         return ""

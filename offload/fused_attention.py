@@ -14,18 +14,18 @@ Capability = tuple[int, int]
 PREFERS_CUDNN = 9, 10
 """Major capabilities on which torch takes cuDNN first: Hopper, B200 and B300."""
 _CUDNN_FAULT = (2, 11), (2, 14)
-"""First torch with wrong gradients of cuDNN's attention with a mask (NaN: pytorch #196678; a mask of another dtype is
-read as the query's: #191612), and first torch without a test.
+"""First torch with wrong gradients from cuDNN with a mask (NaN: pytorch #196678; a mask in another dtype is read as the
+query's: #191612), and first torch without a test.
 """
 _GROUPED_EFFICIENT = 2, 14
-"""First torch whose memory-efficient attention takes fewer heads of keys than of queries (pytorch #191085)."""
+"""First torch whose memory-efficient attention takes fewer key heads than query heads (pytorch #191085)."""
 _HALVES = torch.float16, torch.bfloat16
 _PARAMETERS = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 """Positional parameters in `scaled_dot_product_attention`."""
 
 
 def torch_version() -> tuple[int, ...]:
-    """Return the first two numbers of torch's version."""
+    """Return the major and minor version."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -41,7 +41,7 @@ def fused(
     """Return the fused kernel that torch takes: "cudnn", "flash" or "efficient". Empty: none.
 
     capability: None for a device with a kernel for every call: a CPU, and others without a rule here. grouped_heads:
-    fewer heads of keys than of queries. head_sizes: elements of a head, of queries and of values.
+    fewer key heads than query heads. head_sizes: elements in a query head and in a value head.
     """
     if capability is None:
         return "flash"
@@ -60,7 +60,7 @@ def fused(
 
 
 def bound_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `scaled_dot_product_attention` by name."""
+    """Return the arguments for `scaled_dot_product_attention` by name."""
     return dict(zip(_PARAMETERS, args, strict=False)) | kwargs
 
 
@@ -74,9 +74,9 @@ def kernel_of(capability: Capability | None, call: dict[str, Any]) -> str:
 
 
 def fitted(capability: Capability | None, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call as a fused kernel of the card takes it, with the same result: `call` itself if it does.
+    """Return the call as a fused kernel takes it, with the same result: `call` itself if it does.
 
-    A mask gets the dtype of the query. Keys and values of grouped heads are repeated if a kernel then takes them.
+    A mask gets the query's dtype. Grouped keys and values are repeated if a kernel then takes them.
     """
     if capability is None:
         return call
@@ -92,11 +92,11 @@ def fitted(capability: Capability | None, call: dict[str, Any]) -> dict[str, Any
 
 
 def _cast(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask in another dtype. A number below all of `dtype` stays finite: a row of them alone has a mean."""
+    """Return the mask in another dtype. A number below the least one there stays finite: a row may have no other."""
     least = torch.finfo(dtype).min
     return mask.clamp(min=least).to(dtype).masked_fill(mask.isneginf(), -torch.inf)
 
 
 def _repeated(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return [..., num_heads, tokens, size] for fewer heads, each for a group of neighbours."""
+    """Return [..., num_heads, tokens, size] for fewer heads, each repeated for its group."""
     return tensor.repeat_interleave(num_heads // tensor.shape[-3], -3)

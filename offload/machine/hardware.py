@@ -78,7 +78,7 @@ class Rates:
         return "bf16" in self.flops_per_s
 
     def flops(self, precision: str) -> float:
-        """Return the rate of matrix products in FLOP/s: for fp16 that of bf16, and for an emulated bf16 that of fp32,
+        """Return the rate for matrix products in FLOP/s: for fp16 the one for bf16, for emulated bf16 the one for fp32,
         if it has none of its own.
         """
         rates = self.flops_per_s

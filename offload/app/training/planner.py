@@ -125,7 +125,7 @@ def decide_placement(
 
 
 def document_share(config: Config, data: Task) -> float | None:
-    """Return the mean of the squares of document lengths in a row, as a share of the square of the row length.
+    """Return the mean of squared document lengths in a row, as a share of the squared row length.
 
     Documents begin where positions restart, also in padding. The mean is over the first batches. None: attention runs
     over whole rows.

@@ -1,7 +1,7 @@
-"""Calls of torch's attention as the card at hand has kernels for them (`fused_attention.py`).
+"""Calls to torch's attention, as the card at hand has kernels for them (`fused_attention.py`).
 
 With a mask, cuDNN is left out where its gradients can be wrong: torch's flags choose the kernel in the forward, and the
-backward is of the same library. Attention without a mask keeps cuDNN, the fastest there. Compiled blocks are traced
+backward is from the same library. Attention without a mask keeps cuDNN, the fastest there. Compiled blocks are traced
 with the same calls.
 """
 
@@ -23,7 +23,7 @@ from offload.fused_attention import bound_call, fitted
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Attention within the context is computed by other kernels than cuDNN's."""
+    """Attention within the context is computed without cuDNN."""
     cuda = torch.backends.cuda
     was_enabled = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
@@ -60,7 +60,7 @@ _FITTED: dict[Any, Callable[..., Any]] = {
 
 
 class FittedAttention(TorchFunctionMode):
-    """Within the context, calls of attention are fitted to the card."""
+    """Within the context, attention calls are fitted to the card."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _FITTED.get(func, func)(*args, **(kwargs or {}))
@@ -87,9 +87,9 @@ def with_fitted_attention(forward: Callable[..., Any], device: torch.device) -> 
 
 
 def fit_graph(graph: torch.fx.GraphModule) -> None:
-    """Fit the calls of attention in a traced graph, before the compiler chooses their kernels.
+    """Fit attention calls in a traced graph, before the compiler chooses their kernels.
 
-    Calls that fit stay, because torch keeps compiled graphs of its own functions alone.
+    Calls that fit stay, because torch keeps compiled graphs only with its own functions.
     """
     for node in graph.graph.nodes:
         if node.target is functional.scaled_dot_product_attention:

@@ -248,7 +248,7 @@ def computed_share(query: Tensor, key: Tensor, mask: Tensor | None) -> float:
 
 @register_flop_formula(SINK_ATTENTION, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, sinks: Any, mask: Any, *_: Any, **__: Any) -> float:  # noqa: ARG001
-    """Return the FLOPs of the scores and of the sums of values."""
+    """Return the FLOPs for scores and sums of values."""
     return sdpa_flop_count(query.shape, *(_as_query(each, query) for each in (key, value))) * computed_share(
         query, key, mask
     )

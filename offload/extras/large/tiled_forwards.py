@@ -70,7 +70,7 @@ class TiledForwards(Stage):
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
 
     def _find(self, trial: Trial, arguments: Arguments, rows: int) -> Tiles:
-        """Return the trial results of a unit: those of an equal unit, confirmed by a trial of this unit as a whole."""
+        """Return the trial results for a unit: those of an equal unit, confirmed by a trial on the whole unit."""
         unit, tensors = trial.unit, arguments.tensors
         key = build_key(unit), arguments.structure, tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         with trial.restoring():

@@ -1,4 +1,4 @@
-"""Forecast of dispatched blocks: a rank computes an Nth of all blocks, for the rows of all N ranks."""
+"""Forecast for dispatched blocks: a rank computes an Nth of all blocks, for the rows on all N ranks."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class Forecaster:
     plans_downloads: bool = False
     """Plan a model without weight files, such as a preset, like a download in the configuration's dtype, or bf16."""
     document_share: float | None = None
-    """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
+    """Mean of squared document lengths in a row, as a share of the squared row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
     _uses: dict[Hashable, FoundUses] = field(default_factory=dict)

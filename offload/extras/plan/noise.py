@@ -1,4 +1,4 @@
-"""The work of a device that draws the random directions of MeZO by operations of torch."""
+"""The work of a device that draws MeZO's random directions by torch operations."""
 
 from __future__ import annotations
 

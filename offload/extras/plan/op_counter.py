@@ -1,4 +1,4 @@
-"""Count compute and memory of operations on `meta` tensors, one dispatch at a time, below autograd.
+"""Count compute and memory for operations on `meta` tensors, one dispatch at a time, below autograd.
 
 Values determined by shapes alone (positions, masks, lengths) are also computed on the CPU, because models branch on
 them (`if mask.all()`). Values derived from weights or tokens are unknown: a boolean reads as False, and reading a
@@ -65,7 +65,7 @@ class OpCounter(WatchingMode):
     """Counts operations on `meta` tensors and the memory they would use.
 
     cost: total work so far.
-    live_bytes: bytes of live tensors created by operations. Tensors from outside, such as weights, are not counted.
+    live_bytes: bytes in live tensors created by operations. Tensors from outside, such as weights, are not counted.
     peak_bytes: maximum live_bytes since `begin`.
     """
 

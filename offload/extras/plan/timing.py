@@ -42,9 +42,9 @@ _FUSED_SHARE = 0.22
 A profiled compiled step of a 3B on an H200: at most 51 ms in such kernels, at 2.63 TB/s 135 of 623 GB.
 """
 _EFFICIENT_MORE = 2.7
-"""Time of the memory-efficient kernel beyond that of the fused one, for the same FLOPs.
+"""Further time that the memory-efficient kernel takes for the same FLOPs, relative to the fused one.
 
-With a mask on an H200: 65 and 62 TFLOP/s by the FLOPs of causal attention, forward and backward; it computes twice
+With a mask on an H200: 65 and 62 TFLOP/s in causal FLOPs, forward and backward; it computes twice
 those. Without a mask cuDNN has 473.
 """
 _GAP_S = 2.7e-6

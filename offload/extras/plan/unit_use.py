@@ -78,7 +78,7 @@ class TiledUses:
 
 
 class _StandIn:
-    """A CPU copy of a block, in the roles of a unit and of the runner of a trial."""
+    """A CPU copy of a block, as the unit and as the runner in a trial."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.modules, self.mutable_attributes = module, list(module.modules()), ()

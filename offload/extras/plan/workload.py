@@ -19,9 +19,9 @@ class Cost:
     copied_bytes: bytes that copies without a conversion read and write, in long stretches.
     once_bytes: bytes read and written once in a use, for all micro-batches: weights are cast.
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
-    attention_flops: the part of `flops` in fused attention.
-    fp8_flops: the part of `flops` in FP8 products.
-    efficient_flops: the part of `attention_flops` in torch's memory-efficient kernel, on cards with a faster one.
+    attention_flops: those `flops` in fused attention.
+    fp8_flops: those `flops` in FP8 products.
+    efficient_flops: those `attention_flops` in torch's memory-efficient kernel, on cards with a faster one.
     fresh_bytes: bytes of results in memory that a CPU's allocator takes from the system each time, and gives back.
     """
 
