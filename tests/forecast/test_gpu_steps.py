@@ -88,7 +88,7 @@ def planned_step(name: str, folder: Path) -> PlannedStep:
     forecaster, hardware = configured(name, folder, ON_THE_HOST | STEPS[name])
     found = forecaster.predict(forecaster.config, hardware, times=False)
     assert found.fits
-    workload = forecaster._workload(found.config, found.prepared, 1)
+    workload = forecaster._workload(found.config, found.prepared, 1, hardware.capability)
     assert not isinstance(workload, str)
     return PlannedStep(found.prepared, workload, hardware)
 

@@ -260,7 +260,7 @@ def test_attention_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_masked_attention_is_slower_where_it_has_an_older_kernel() -> None:
     rates = read_machine("h200").rates
     fast, slow = (Cost(1e15, 0.0, 1, attention_flops=1e15, efficient_flops=share * 1e15) for share in (0, 1))
-    seconds = [kernel_seconds(cost, "bf16", rates)[1] for cost in (fast, slow)]
+    seconds = [kernel_seconds(cost, Settings(precision="bf16"), rates)[1] for cost in (fast, slow)]
     assert seconds[1] / seconds[0] == pytest.approx(473 / (2 * 63), rel=0.05)
 
 

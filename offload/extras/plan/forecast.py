@@ -55,6 +55,7 @@ from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.unit_use import FoundUses
 from offload.extras.plan.workload import Workload
+from offload.fused_attention import Capability
 from offload.layout.codecs import Codec
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import FP8, Hardware
@@ -446,7 +447,7 @@ class Forecaster:
 
     def _step(self, found: Forecast) -> PlannedStep | None:
         """Return the step to simulate; None: the workload or the rates are unknown."""
-        work = self._workload(found.config, found.prepared, found.total_ranks, found.hardware)
+        work = self._workload(found.config, found.prepared, found.total_ranks, found.hardware.capability)
         if isinstance(work, str) or _lacks_disk_rates(found.hardware, found.memory):
             return None
         return PlannedStep(found.prepared, work, share_of_rank(found.hardware, self.num_ranks))
@@ -491,7 +492,7 @@ class Forecaster:
             prepared = plan(machine)
         except DoesNotFitError as error:  # planned all the same, to show what is missing
             refusal, prepared = error.reason, plan(machine, checks=False)
-        work = self._workload(config, prepared, ranks.size, hardware)
+        work = self._workload(config, prepared, ranks.size, hardware.capability)
         method_notes = OBJECTIVES[config.train.method].plan_notes(config, vocab_size(self._architecture))
         notes = [*hardware.notes, *method_notes]
         if isinstance(work, str):
@@ -545,7 +546,7 @@ class Forecaster:
         the first placement with enough room instead.
         """
         prepared, settings = prediction.prepared, prediction.prepared.settings
-        work = self._workload(prediction.config, prepared, prediction.total_ranks, prediction.hardware)
+        work = self._workload(prediction.config, prepared, prediction.total_ranks, prediction.hardware.capability)
         if isinstance(work, str):
             return {}
         search = self._search(prediction, work)
@@ -583,7 +584,9 @@ class Forecaster:
             raise found.with_traceback(None)
         return found
 
-    def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int, hardware: Hardware) -> Workload | str:
+    def _workload(
+        self, config: Config, prepared: EnginePlan, num_ranks: int, capability: Capability | None = None
+    ) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
         settings, model_type = prepared.settings, model_kind(self._architecture).name
         # Of the rank with the most rows. A pass has at least one row on each rank.
@@ -597,7 +600,7 @@ class Forecaster:
             # Without data, one document takes the whole row but a token, so the forecast is an upper bound.
             share = 1.0 if self.document_share is None else self.document_share * length**2 / ((length - 1) ** 2 + 1)
             batch = replace(batch, document_length=length - 1, document_share=share)
-        kernels = settings.matmul, settings.recompute == PRODUCTS, settings.compile, hardware.capability
+        kernels = settings.matmul, settings.recompute == PRODUCTS, settings.compile, capability
         products = settings.precision, *kernels
         options = settings.micro_batch_size, products, settings.device, settings.sequence_tile
         # The whole batch, because a loss may compare its rows.
@@ -610,7 +613,7 @@ class Forecaster:
                 found_uses = self._uses.setdefault((*kind, tuple(prepared.structure.regions)), {})
                 model, num_tokens = self._built.model, vocab_size(self._architecture)
                 loss = OBJECTIVES[config.train.method].loss_over(config, model, self._companions, num_tokens)
-                found = measure(model, batch, prepared, found_tiles, found_uses, loss, hardware.capability)
+                found = measure(model, batch, prepared, found_tiles, found_uses, loss, capability)
                 if self._evaluates:
                     found = found.without_backward()
                 width = embedding_width(self._architecture)
