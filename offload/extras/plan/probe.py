@@ -337,7 +337,9 @@ def probe(
         rates["flops_per_s"] = {**rates["flops_per_s"], FP8: FP8_GAINS["fp8_tensorwise"] * rates["flops_per_s"]["bf16"]}
     properties, num_devices = key["cpu"], 1
     device_bytes: int | None = None
+    capability: tuple[int, int] | None = None
     if accelerator is not None:
+        capability = accelerator.capability
         properties = accelerator.describe()
         num_devices = max(1, len(accelerators()))
         device_bytes = accelerator.free_bytes
@@ -351,7 +353,7 @@ def probe(
         device=device_of(accelerator).type,
         num_devices=num_devices,
         device_bytes=device_bytes,
-        capability=None if accelerator is None else accelerator.capability,
+        capability=capability,
         host_bytes=free,
         disk_bytes=disk_bytes,
         endurance_bytes=None,

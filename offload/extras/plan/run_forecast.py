@@ -117,13 +117,15 @@ def note_slow_precision(forecaster: Forecaster, prediction: Forecast) -> Iterato
 def _placeholder_hardware(machine: ThisMachine) -> Hardware:
     """Return this machine with placeholder rates."""
     accelerator = machine.accelerator
-    device_bytes = None if accelerator is None else accelerator.free_bytes
+    device_bytes = capability = None
+    if accelerator is not None:
+        device_bytes, capability = accelerator.free_bytes, accelerator.capability
     return Hardware(
         name="this machine",
         device=machine.device.partition(":")[0],
         num_devices=None,
         device_bytes=device_bytes,
-        capability=None if accelerator is None else accelerator.capability,
+        capability=capability,
         host_bytes=tightest_limit(memory_limits()).free_bytes,
         disk_bytes=None,
         endurance_bytes=None,
