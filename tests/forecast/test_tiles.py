@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -59,6 +62,37 @@ def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.Monkey
     assert len(searches) == 1
     assert (again.saved_bytes, again.backward) == (first.saved_bytes, first.backward)
     assert smaller.backward_temporary_bytes < first.backward_temporary_bytes
+
+
+class Results(TorchDispatchMode):
+    """Notes the shapes of all results with memory for each element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes:
+                self.shapes.add(tuple(tensor.shape))
+        return result
+
+
+def test_trials_for_tiles_copy_no_weight_and_make_no_gradient_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a block of a 14B model these were 64 GB of new pages a plan."""
+    results, find = Results(), RowTrials.find
+
+    def watched(*arguments: Any) -> Tiles:
+        with results:
+            return find(*arguments)
+
+    monkeypatch.setattr(RowTrials, "find", watched)
+    tiles: dict[Hashable, Tiles] = {}
+    block(512, 4096, found=tiles)
+    assert next(rows.name for each in tiles.values() for rows in each.modules) == "mlp"
+    assert (2, 8, 224) in results.shapes
+    assert results.shapes.isdisjoint({(64, 224), (224, 64)})
 
 
 def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:

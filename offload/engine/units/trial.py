@@ -41,10 +41,17 @@ class Trial:
     """
 
     def __init__(
-        self, runner: ForwardRunner, unit: Unit, arguments: Arguments, others: Sequence[Any] | None = None
+        self,
+        runner: ForwardRunner,
+        unit: Unit,
+        arguments: Arguments,
+        others: Sequence[Any] | None = None,
+        *,
+        of_weights: bool = True,
     ) -> None:
-        """`others`: non-tensor inputs in place of those in `arguments`."""
+        """`others`: non-tensor inputs in place of those in `arguments`. `of_weights`: take gradients of weights too."""
         self.unit = unit
+        self.of_weights = of_weights
         self.device = runner.device
         self._runner = runner
         self._arguments = arguments
@@ -97,7 +104,8 @@ class Trial:
         if needs is None:
             needs = [has_graph and t.requires_grad for t in tensors]
         buffers = Versions([buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()])
-        with self.restoring(), torch.set_grad_enabled(has_graph):
+        frozen = nullcontext() if self.of_weights or counts_saved else self.without_weight_gradients()
+        with self.restoring(), torch.set_grad_enabled(has_graph), frozen:
             weights = list(unit.live().values())
             saved = SavedBytes([*tensors, *weights], self.device)
             leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
@@ -109,7 +117,8 @@ class Trial:
                 use = Use(self._runner, self._arguments, inputs, self._others)
                 results = self._runner.run(unit, use, forward).tensors
                 if has_graph:
-                    gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
+                    wanted = [*leaves, *(weights if self.of_weights else ())]
+                    gradients = gradients_of(results, [t for t in wanted if t.requires_grad])
             has_other_buffers = bool(buffers.changed())  # before `restoring` writes to them
         changed = ""
         if input_versions.changed():

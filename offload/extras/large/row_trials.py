@@ -220,7 +220,7 @@ class RowTrials:
         self, module: nn.Module, call: _RecordedCall, sample: Sequence[torch.Tensor], num_rows: int
     ) -> tuple[str, bool]:
         """Return (reason if tiled gradients differ or "", True if tiles save enough graph memory)."""
-        weights = [p for p in module.parameters() if p.requires_grad]
+        weights = [p for p in module.parameters() if p.requires_grad and self._trial.of_weights]
         leaves = call.map_rows(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, sample)
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
         saved = SavedBytes([*leaves, *module.parameters()], self._trial.device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import UnitCandidate
@@ -33,6 +34,8 @@ from offload.planning.settings import Settings
 from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
 
+_aten = torch.ops.aten
+_PRODUCTS = _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default
 ROWS = 2
 """Batch rows in recorded uses."""
 
@@ -57,9 +60,9 @@ class TiledUses:
         for signature, (block, arguments) in self._samples.items():
             stand_in: Any = _StandIn(block)
             self._tiles[signature] = Tiles(())
-            with suppress(RuntimeError), torch.random.fork_rng(()):
+            with suppress(RuntimeError), torch.random.fork_rng(()), _ProductsOfOneRow():
                 tensors = [_random_like(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
-                trials = RowTrials(Trial(stand_in, stand_in, arguments))
+                trials = RowTrials(Trial(stand_in, stand_in, arguments, of_weights=False))
                 self._tiles[signature] = trials.find(block.forward, tensors, ROWS)
         self._samples.clear()
         self._is_searched = True
@@ -88,9 +91,9 @@ class _StandIn:
         """Return all parameters."""
         return dict(enumerate(self.module.parameters()))
 
-    def is_weight(self, _tensor: torch.Tensor) -> bool:
-        """No tensor is over weights in a slot."""
-        return False
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Return True for a weight, so that no trial copies it."""
+        return any(tensor is weight for weight in self.module.parameters())
 
     def run(self, _unit: object, use: Use, forward: Any) -> Arguments:
         """Run `forward` on other tensors. Raises RuntimeError for every error of the block."""
@@ -102,6 +105,25 @@ class _StandIn:
     def installed(self) -> AbstractContextManager[None]:
         """Install nothing: the block has weights."""
         return nullcontext()
+
+
+class _ProductsOfOneRow(TorchDispatchMode):
+    """Multiplies with one row of a matrix whose rows, or columns, are all the same memory, as in a stand-in.
+
+    Without it each product makes a copy with all rows: hundreds of MiB in a block of a 14B model.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and not kwargs:
+            *bias, left, right = args
+            if right.stride(-1) == 0:
+                result = (left @ right[..., :1]).expand(*left.shape[:-1], right.shape[-1]).contiguous()
+                return result + bias[0] if bias else result
+            if right.stride(-2) == 0:
+                result = left.sum(-1, keepdim=True) @ right[..., :1, :]
+                return result + bias[0] if bias else result
+        return func(*args, **kwargs)
 
 
 def _build_stand_in(block: nn.Module) -> nn.Module:
