@@ -69,7 +69,7 @@ TIER_NAMES = {DEVICE: "device", "pinned": "host, pinned", HOST: "host", DISK: "d
 _NUM_STEPS = 6
 """Simulated steps of a forecast."""
 _BOUND_ERROR = 1e-3
-"""Relative error of a bound: simulated times are extrapolated from fewer blocks."""
+"""Relative error of a bound: simulated times are extrapolated from fewer passes, and means of few steps."""
 _SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"

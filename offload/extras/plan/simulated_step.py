@@ -10,7 +10,6 @@ Not simulated: random delays, evaluation, checkpoint writes, and custom loops wi
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
-from offload.layout.residence import DEVICE, DISK, HOST, Residence
+from offload.layout.residence import DISK, HOST, Residence
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
@@ -49,18 +48,8 @@ _NUM_STEPS, _NUM_WARM = 6, 3
 
 The first step fetches on demand. After it, device residency can still change from step to step for a while.
 """
-FEW, FEWER = 16, 10
-"""Simulated blocks in the longest row, for the two simulations.
-
-For thirteen placements of an 80-layer model, the extrapolated step time differed from the full simulation by at most
-3 %, median 0.0 %. The worst cases stream from disk, where the rings are large relative to a few blocks.
-"""
-_FEW_PASSES = 2, 1
-"""Simulated passes of a step, for the two simulations."""
-Simulation = Callable[[Sequence["SimulatedCall"], "SimulatedPlan", Mapping[str, Seconds], int], "SimulatedStep"]
-"""Simulates a number of steps, and returns the mean of the last ones."""
-_WINDOW = 3
-"""Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
+_FEW_PASSES = 3, 2
+"""Simulated passes of a step, for the two simulations: the third one is like all that follow."""
 _GRAPH_PIECES = 8
 """Pieces of an offloaded graph in a micro-batch.
 
@@ -532,40 +521,18 @@ class SimulatedEngine:
             self._copies[number, part] = [tickets for each in saved for tickets in each.get(part)]
 
 
-def simulate_shortened(
-    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int
-) -> SimulatedStep:
-    """Like `simulate`, but extrapolated from two models with fewer blocks per row.
-
-    From some depth on, each further block adds the same time. Each row of identical blocks is simulated with `FEW` and
-    `FEWER` blocks, and the line through both results is extended to the real depth. Device memory for weights beyond
-    the prefetch window scales in proportion.
-    """
-    rows = _rows(calls, plan)
-    longest = max(map(len, rows), default=0)
-    if longest <= FEW + FEWER:  # no longer than the two simulations together
-        return simulate(calls, plan, seconds, num_steps)
-    few, fewer = (
-        simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
-    )
-    sizes = [sum(len(_spread(row, count / longest)) for row in rows) for count in (FEW, FEWER)]
-    return _extended(few, fewer, (sum(map(len, rows)) - sizes[0]) / (sizes[0] - sizes[1]))
-
-
 def simulate_passes(
-    calls: Sequence[SimulatedCall],
-    plan: SimulatedPlan,
-    seconds: Mapping[str, Seconds],
-    num_steps: int = _NUM_STEPS,
-    play: Simulation = simulate_shortened,
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
 ) -> SimulatedStep:
-    """Like `play`, `simulate` or `simulate_shortened`, and extrapolated from steps with fewer passes."""
+    """Like `simulate`, extrapolated from steps with fewer passes. All blocks are simulated: a link that falls behind
+    compute may do so only after many of them.
+    """
     few, fewer = (replace(plan, passes=min(plan.passes, count)) for count in _FEW_PASSES)
     with without_garbage_collector():
-        found = play(calls, few, seconds, num_steps)
+        found = simulate(calls, few, seconds, num_steps)
         if plan.passes == few.passes:
             return found
-        return _extended(found, play(calls, fewer, seconds, num_steps), plan.passes - few.passes)
+        return _extended(found, simulate(calls, fewer, seconds, num_steps), plan.passes - few.passes)
 
 
 def _extended(few: SimulatedStep, fewer: SimulatedStep, beyond: float) -> SimulatedStep:
@@ -580,56 +547,6 @@ def _extended(few: SimulatedStep, fewer: SimulatedStep, beyond: float) -> Simula
         {name: line(lambda step, name=name: step.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
         {name: line(lambda step, name=name: step.moved_bytes[name]) for name in few.moved_bytes},  # type: ignore[misc]
     )
-
-
-def _rows(calls: Sequence[SimulatedCall], plan: SimulatedPlan) -> list[list[int]]:
-    """Return call indices, grouped by identical units with identical placement.
-
-    Head chunks are several calls to one unit; a shortened model keeps all chunks.
-    """
-    num_uses = Counter(region.index for call in calls for region in call.regions)
-    rows: dict[tuple[object, ...], list[int]] = {}
-    for number, call in enumerate(calls):
-        places = plan.residence.planes_on
-        key = [(r.numel, r.compute, places(DISK, r), bool(places(DEVICE, r))) for r in call.regions]
-        is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
-        rows.setdefault(
-            (*key, call.backward_s, call.saved_bytes, call.graph_bytes, len(call.others)) if is_block else (number,), []
-        ).append(number)
-    return [row for row in rows.values() if len(row) > FEW // 2]
-
-
-def _spread(row: Sequence[int], share: float) -> list[int]:
-    """Select a share of the row at even spacing, keeping resident and disk-backed blocks in proportion."""
-    count = max(2, round(share * len(row)))
-    return [row[round(place * (len(row) - 1) / (count - 1))] for place in range(count)]
-
-
-def _shortened(
-    calls: Sequence[SimulatedCall], plan: SimulatedPlan, rows: Sequence[Sequence[int]], share: float
-) -> tuple[list[SimulatedCall], SimulatedPlan]:
-    """Return calls and plan for a model with each row shortened to `share`."""
-    remaining = {number for row in rows for number in _spread(row, share)}
-    in_rows = {number for row in rows for number in row}
-    chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in remaining]
-    remaining_regions, all_regions = (
-        {region.index for call in some_calls for unit in call.units for region in unit}
-        for some_calls in (chosen, calls)
-    )
-    removed = all_regions - remaining_regions
-    regions = tuple(region for region in plan.regions if region.index not in removed)
-
-    def streaming(some_calls: Sequence[SimulatedCall]) -> int:
-        return sum(
-            {r.index: r.weight_bytes for c in some_calls for r in c.regions if r.index not in plan.resident}.values()
-        )
-
-    before, after, size = streaming(calls), streaming(chosen), plan.capacity_bytes
-    largest = max(sum(r.weight_bytes for r in call.regions) for call in calls)
-    window = min(size, _WINDOW * largest, after)
-    if size < before and before > window:
-        size = window + (size - window) * (after - window) // (before - window)
-    return chosen, replace(plan, regions=regions, capacity_bytes=max(size, largest))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.noise import noise_costs
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
-from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate, simulate_passes
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_passes
 from offload.extras.plan.workload import NO_COST, NO_WORK, Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
@@ -103,6 +103,10 @@ class Timing:
     compute_parts: Mapping[str, float]
     hides_from_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        longest = max(self.lane_seconds.values(), default=0.0)
+        assert self.step_seconds >= longest, f"a step of {self.step_seconds} s has a lane busy for {longest} s"
+
 
 @dataclass
 class PlannedStep:
@@ -135,13 +139,11 @@ class PlannedStep:
         return routed_experts(self.prepared.structure, self.workload)
 
     def simulate(self, num_steps: int = 6) -> Timing:
-        """Simulate `num_steps` steps and return the timing after warm-up.
-
-        Long rows of identical blocks are shortened.
-        """
+        """Simulate `num_steps` steps and return the timing after warm-up."""
         step = simulate_passes(self.calls, self.simulated_plan(), self.seconds(), num_steps)
         rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
-        seconds = step.seconds
+        # In few steps, work may end in the step after: a long run takes no less than its busiest lane.
+        seconds = max(step.seconds, *step.busy_s.values())
         if not {"h2d", "d2h"} & self.settings.throttles.keys():  # H2D and D2H copies may share bandwidth
             moved = step.moved_bytes["h2d"] + step.moved_bytes["d2h"]
             seconds = max(seconds, moved / rates.both_ways_bytes_per_s)
@@ -166,7 +168,7 @@ class PlannedStep:
 
     def lane_bytes(self) -> dict[str, int]:
         """Return the bytes of a step by link, as the engine counts them: all blocks are simulated, with all tiles."""
-        step = simulate_passes(self.calls, self.simulated_plan(sys.maxsize), self.seconds(), play=simulate)
+        step = simulate_passes(self.calls, self.simulated_plan(sys.maxsize), self.seconds())
         return {name: round(num_bytes) for name, num_bytes in step.moved_bytes.items() if num_bytes}
 
     # -- compute ---------------------------------------------------------------------------------------------
