@@ -65,7 +65,7 @@ def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.Monkey
 
 
 class Results(TorchDispatchMode):
-    """Notes the shapes of all results with memory for each element."""
+    """Notes the shapes that have memory for each element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Results(TorchDispatchMode):
 
 
 def test_trials_for_tiles_copy_no_weight_and_make_no_gradient_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a block of a 14B model these were 64 GB of new pages a plan."""
+    """For a 14B block these were 64 GB in new pages, each plan."""
     results, find = Results(), RowTrials.find
 
     def watched(*arguments: Any) -> Tiles:

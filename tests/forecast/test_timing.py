@@ -105,7 +105,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
 def test_the_bytes_of_all_blocks_and_tiles_are_counted(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block read soon after its update comes from the ring of the updates: how often, depends on the tiles."""
+    """A block read soon after its update comes from the update ring: how often, depends on the tiles."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 256)
     placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path), device_memory="200KiB")
     settings = Settings(throttle=THROTTLE, clip="deferred", update=update, placement=placement)
