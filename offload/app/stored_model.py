@@ -62,7 +62,7 @@ class StoredParameter:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return a new tensor with elements `begin` to `end` of the flat parameter. Raises CheckpointError."""
         planes = self.reader.contents[self.name].planes
-        has_low = "low" in planes and self.dtype == torch.float32
+        has_low = "low" in planes  # any other dtype comes from the fp32 master
         if planes["weights"] == self.dtype:  # no conversion, so no blocks
             return self._plane("weights", begin, end)
         values = torch.empty(end - begin, dtype=self.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,10 +47,15 @@ def export_model(
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm, flow = state.memory.comm, state.flow
-    # The device weights may be rounded to 16 bits: any other dtype comes from the fp32 masters.
-    computed = {DTYPES[info.compute] for info in state.weights.infos}
-    is_rounded = derived_model is None and (dtype is None or computed <= {torch.float32, dtype})
-    read = partial(state.memory.store.values.read_range, travelling=is_rounded)
+
+    def read(index: int, begin: int, end: int) -> torch.Tensor:
+        source = torch.float32
+        # Rounded as on the device; any other dtype comes from the fp32 masters.
+        computed = DTYPES[state.weights.infos[index].compute]
+        if derived_model is None and dtype in (None, computed):
+            source = computed
+        return state.memory.store.values.read_range(index, begin, end, source)
+
     if comm.rank:
         while (wanted := _broadcast_range(comm, _END, 0, 0))[0] != _END:
             read(*wanted)

@@ -215,7 +215,7 @@ class Flow:
             for place in unit.places:
                 index, current = place.parameter, place.module._parameters.get(place.key)
                 if restore and index not in parameters:
-                    value = self.store.values.read(index).to(self.device.torch_device, self._dtypes[index])
+                    value = self.store.values.read(index, self._dtypes[index]).to(self.device.torch_device)
                     trainable = self.infos[index].trainable
                     if current is not None:  # the script may have changed it
                         trainable = current.requires_grad

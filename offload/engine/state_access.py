@@ -81,11 +81,10 @@ class StateAccess(Figures):
         for info in self._infos_of("engine.named_parameters", names):
             if trained_only and not info.trainable:
                 continue
+            dtype = torch.float32
             if as_given:
-                value = self._read_in(self._weights.dtypes[info.index], info)
-            else:
-                value = self._read(info)
-            yield info.name, value
+                dtype = self._weights.dtypes[info.index]
+            yield info.name, self._read(info, dtype)
 
     def weight_buckets(self, num_bytes: int, dtype: torch.dtype | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Yield all weights by name, without companions, for a sampler: new CPU copies, as many at a time as fit
@@ -103,25 +102,20 @@ class StateAccess(Figures):
             if bucket and held + size > num_bytes:
                 yield bucket
                 bucket, held = {}, 0
-            bucket[info.name] = self._read_in(own, info)
+            bucket[info.name] = self._read(info, own)
             held += size
         yield bucket
 
-    def _read_in(self, dtype: torch.dtype, info: ParameterInfo) -> torch.Tensor:
-        """Return master weights in another dtype, read in blocks, so that no fp32 copy of all of them exists."""
-        value = torch.empty(info.numel, dtype=dtype)
-        for begin, end in _blocks(info.numel):
-            value[begin:end] = self._read(info, (begin, end))
-        return value.view(info.shape)
+    def _read(self, info: ParameterInfo, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return master weights in the parameter's shape. Collective."""
+        return self._read_range(info, 0, info.numel, dtype).view(info.shape)
 
-    def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
+    def _read_range(
+        self, info: ParameterInfo, begin: int, end: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         self._end_exchanges()  # a step may have run since the last request
         with self._recovery.working(), self.counters.preserve():
-            values = self._memory.store.values
-            if span is None:
-                return values.read(info.index)
-            return values.read_range(info.index, *span)
+            return self._memory.store.values.read_range(info.index, begin, end, dtype)
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters for changes in place, for merges, resets and averages:
@@ -305,8 +299,8 @@ class StateAccess(Figures):
             end = info.numel
             if not whole:
                 end = min(end, _MARK_ELEMENTS)
-            for span in _blocks(end):
-                hasher.update(self._read(info, span).numpy().data)
+            for low in range(0, end, _BLOCK):  # or memory would grow with a parameter
+                hasher.update(self._read_range(info, low, min(low + _BLOCK, end)).numpy().data)
         return hasher.hexdigest()
 
     def export(
@@ -421,12 +415,6 @@ class StateAccess(Figures):
         with self._recovery.working(), self.counters.preserve():
             self._weights.updates.catch_up()
             self._flow.runner.weights_changed()
-
-
-def _blocks(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements in which weights are read, so that memory does not grow with a parameter."""
-    for begin in range(0, numel, _BLOCK):
-        yield begin, min(begin + _BLOCK, numel)
 
 
 def _describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -133,23 +133,20 @@ class Values:
         """Forget non-finite inputs before all weights are written anew."""
         self._nonfinite.clear()
 
-    def read(self, parameter: int) -> torch.Tensor:
-        """Return a parameter's master weights as an fp32 CPU copy, in shape; decoded weights for a quantized parameter.
-        Collective.
-        """
+    def read(self, parameter: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a parameter's master weights as a CPU copy in `dtype`, in shape; decoded if quantized. Collective."""
         info = self._infos[parameter]
-        return self.read_range(parameter, 0, info.numel).view(info.shape)
+        return self.read_range(parameter, 0, info.numel, dtype).view(info.shape)
 
-    def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
-        """Return parameter elements `begin` to `end` as a flat CPU copy. Collective.
+    def read_range(self, parameter: int, begin: int, end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return parameter elements `begin` to `end` as a flat CPU copy in `dtype`. Collective.
 
-        Default: fp32 master weights. `travelling`: weights in the compute dtype, as in an exact copy.
+        In the compute dtype they are rounded as for a forward: halves away from zero.
         """
         region = self.region(parameter)
-        dtype = torch.float32
         names: Sequence[str] = MASTER
-        if travelling:
-            dtype, names = region.dtype, MASTER[:1]
+        if dtype == region.dtype:  # the high half of a split master
+            names = MASTER[:1]
         values = torch.empty(end - begin, dtype=dtype)
         for planes, in_tile, in_range in self.open_tiles(parameter, *names, begin=begin, end=end):
             weights = region.codec.read(planes["weights"], in_tile, region.dtype)

@@ -175,6 +175,14 @@ def assert_same_states(found: Mapping[str, State], wanted: Mapping[str, State]) 
             assert mine is None or same_bits(mine, theirs), name
 
 
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return fp32 master weights as an engine computes with them: halves go away from zero in bf16."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    high = (master.view(torch.int32).long() + 0x8000) >> 16
+    return high.to(torch.int16).view(dtype)
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have equal bits, on any device. NaN equals NaN, and 0 differs from -0."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))

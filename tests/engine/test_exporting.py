@@ -22,6 +22,7 @@ from offload.app.config.sections import ModelSection
 from offload.app.hf import tensor_writer
 from offload.app.hf.models import build_model
 from offload.app.hf.tensor_writer import TensorFileWriter
+from offload.app.stored_model import export_stored
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError, OffloadError
 from offload.files import safetensors_file
@@ -29,7 +30,7 @@ from offload.tiers import values
 from offload.tiers.values import Values
 from tests.cases.models import build, gemma2, llama, mixtral, share, tokens
 from tests.cases.run import small
-from tests.engine.compare import assert_same, same_bits, step_of, weights
+from tests.engine.compare import assert_same, rounded, same_bits, step_of, weights
 from tests.engine.device import NO_LSTM
 from tests.engine.handmade import MODELS, Recurrent, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
@@ -249,6 +250,40 @@ def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, kind: s
     assert way == "exists" or not list(tmp_path.iterdir())
 
 
+# -- one rounding ------------------------------------------------------------------------------------------------
+
+
+def halves(value: torch.Tensor) -> torch.Tensor:
+    """Return fp32 numbers half way between two neighbours in bf16, with even and odd ones below."""
+    return (value.contiguous().view(torch.int32) | 0x8000).view(torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_all_ways_to_16_bits_round_masters_alike(precision: str, tmp_path: Path) -> None:
+    """As the forward computes with them: what a script reads, what is written, and what it gets back."""
+    engine = Engine(build(llama).to(torch.bfloat16), precision=precision)
+    for _, value in engine.edit():
+        value.copy_(halves(value))
+    given = {name: value.bfloat16() for name, value in weights(engine).items()}
+    if precision == "bf16":
+        shown = {name: p.detach().cpu() for name, p in engine.model.named_parameters()}
+        assert not any(same_bits(shown[name], value) for name, value in given.items()), "both roundings are alike here"
+        given = {name: rounded(value, torch.bfloat16) for name, value in weights(engine).items()}
+        assert_same(shown, given)
+    ways: dict[str, dict[str, torch.Tensor]] = {"as given": dict(engine.named_parameters(as_given=True)), "buckets": {}}
+    for bucket in engine.weight_buckets(5000, torch.bfloat16):
+        ways["buckets"] |= bucket
+    engine.export(tmp_path / "export", dtype=torch.bfloat16)
+    ways["export"] = load_file(tmp_path / "export/model.safetensors")
+    engine.save_checkpoint(tmp_path / "saved")
+    export_stored(tmp_path / "saved", tmp_path / "stored", torch.bfloat16)
+    ways["export of a checkpoint"] = load_file(tmp_path / "stored/model.safetensors")
+    engine.close(restore=True)
+    ways["close"] = {name: p.detach().cpu() for name, p in engine.model.named_parameters()}
+    for way, found in ways.items():
+        assert not [name for name in found if not same_bits(found[name], given[name])], way
+
+
 # -- a closed engine -----------------------------------------------------------------------------------------
 
 Maker = Callable[[], nn.Module]
@@ -270,7 +305,7 @@ def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: 
     engine.close(restore=True)
     assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()} == shapes
     for name, parameter in model.named_parameters():
-        assert same_bits(parameter.detach().cpu(), masters[name].to(dtype)), name
+        assert same_bits(parameter.detach().cpu(), rounded(masters[name], dtype)), name
     assert model.config.use_cache is True
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())

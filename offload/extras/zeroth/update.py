@@ -13,6 +13,7 @@ from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence
+from offload.layout.planes import DTYPES
 from offload.layout.regions import Region
 from offload.optim.rule import UpdateStep, parameter_key
 from offload.optim.update import alike_runs, element_of
@@ -130,7 +131,8 @@ class ZerothOrderUpdate:
                 if is_included and index not in thresholds:
                     host.lanes.drain_updates()
                     if host.store.sharding.gathers:  # partitioned weights: all ranks miss the same ones
-                        weights = host.store.values.read_range(index, 0, host.infos[index].numel, travelling=True)
+                        info = host.infos[index]
+                        weights = host.store.values.read(index, DTYPES[info.compute]).flatten()
                     else:
                         weights = host.store.values.read_local(index).flatten()
                     thresholds[index] = self.rule.threshold(weights)
