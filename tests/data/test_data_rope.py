@@ -11,7 +11,11 @@ import torch
 from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 
 from offload import Trainer
+from offload.app.config.config import Config
+from offload.app.hf.companion import KEYS
 from offload.app.hf.models import rope_limit
+from offload.app.training.build import RunSetup
+from offload.app.training.resume import ResumePoint
 from offload.errors import ConfigError
 from tests.data.asked import source_of
 from tests.run_folder import write_rows
@@ -103,6 +107,21 @@ def test_documents_beyond_the_limit_are_not_packed_apart(first_loss: Any) -> Non
     rows = [[3, 4, 5, 6], [*range(3, 3 + LIMIT + 1)]]
     with pytest.raises(ConfigError, match=r"beyond 9 tokens a model has other .* and the longest document has 10"):
         first_loss(rows, 1, packing_isolated=True)
+
+
+@pytest.mark.parametrize("key", ["distill.teacher", "prefs.reference"])
+def test_the_limit_of_a_run_is_that_of_any_of_its_models(key: str, tmp_path: Path) -> None:
+    """A teacher or a reference judges short rows by the frequencies of the longest one, with its padding.
+
+    Break: look at the trained model alone.
+    """
+    phi3().save_pretrained(tmp_path)
+    method = {"distill.teacher": "distill", "prefs.reference": "dpo"}[key]
+    config = Config.load(overrides={key: str(tmp_path), "train.method": method})
+    setup = RunSetup.read(ResumePoint(config), accelerator=None, num_ranks=1)
+    assert rope_limit(setup.architecture) is None
+    assert setup.rope_limit == LIMIT
+    assert key in KEYS
 
 
 def test_the_limit_is_that_of_the_rope_with_the_fewest_positions() -> None:

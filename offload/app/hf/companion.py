@@ -11,10 +11,23 @@ from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
-from offload.app.hf.models import BuiltModel, is_pretrained, locate, max_positions, model_kind, vocab_size
+from offload.app.hf.models import (
+    BuiltModel,
+    is_found,
+    is_pretrained,
+    load_model_config,
+    locate,
+    max_positions,
+    model_kind,
+    rope_limit,
+    vocab_size,
+)
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError
 from offload.files.sources import Source
+
+KEYS = "distill.teacher", "prefs.reference"
+"""Settings with the name of another model, for the loss."""
 
 
 @contextmanager
@@ -24,6 +37,16 @@ def companion_at(config: Config, key: str) -> Iterator[ModelSection]:
         yield ModelSection(path=config.get(key), attention=config.model.attention)
     except ConfigError as error:
         raise type(error)(str(error).replace("model.path", key)) from error
+
+
+def rope_limits(config: Config, architecture: PreTrainedConfig) -> int | None:
+    """Return the lowest `rope_limit` of all models in a run. Raises ConfigError."""
+    limits = [rope_limit(architecture)]
+    for key in KEYS:
+        with companion_at(config, key) as section:
+            if section.path and is_found(section):  # a resumed run may need no reference any more
+                limits.append(rope_limit(load_model_config(section)))
+    return min(filter(None, limits), default=None)
 
 
 def check_companion(config: Config, key: str, architecture: PreTrainedConfig, num_tokens: int) -> None:

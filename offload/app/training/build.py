@@ -18,7 +18,7 @@ from offload.amounts import Tell, tell_nobody, unmeasured
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.environment import integrated_note
-from offload.app.hf.companion import beside, companion_at
+from offload.app.hf.companion import beside, companion_at, rope_limits
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
@@ -33,7 +33,6 @@ from offload.app.hf.models import (
     max_positions,
     model_kind,
     quiet_transformers,
-    rope_limit,
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
@@ -57,7 +56,7 @@ from offload.app.training.trainable import (
 )
 from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
-from offload.engine.companions import companions_of, without_companions
+from offload.engine.companions import without_companions
 from offload.engine.engine import Engine
 from offload.errors import (
     CheckpointError,
@@ -183,7 +182,7 @@ class RunSetup(NamedTuple):
     @property
     def rope_limit(self) -> int | None:
         """See `TaskKind.build`."""
-        return rope_limit(self.architecture)
+        return rope_limits(self.config, self.architecture)
 
     def objective(self, config: Config, data: Task) -> Objective:
         """Return the objective, whose loss may need `with_companions`. Raises ConfigError."""
@@ -461,9 +460,7 @@ class _Build:
         asked: settings before the data; config: settings so far. Raises ConfigError if the rows must stay.
         """
         setup = self.setup
-        others = [rope_limit(companion.config) for companion in companions_of(engine.model).values()]
-        limit = min(filter(None, (setup.rope_limit, *others)), default=None)
-        why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, limit)
+        why_mask, why_mixed = isolate(engine, data, config, self.comm, setup.vocab_size, setup.rope_limit)
         if why_mask:
             config = config.with_resolved(model__attention="auto")
         if why_mixed:

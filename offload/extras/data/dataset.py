@@ -195,7 +195,7 @@ class Dataset:
         yield f"{self.rows_description}; objective: {objective.name}"
         if not self.train.packing and self.rope_limit is not None and self.longest > self.rope_limit:
             yield (
-                f"note: beyond {self.rope_limit:,} tokens, the model has other rotary frequencies for all rows of a "
+                f"note: beyond {self.rope_limit:,} tokens, a model has other rotary frequencies for all rows of a "
                 f"batch, and the longest row has {self.longest:,}: with such rows, every batch is padded to "
                 f"{self.sequence_length:,} tokens (data.sequence_length), so that no row depends on others."
             )
