@@ -60,8 +60,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         vars(optimizer)["_opt_called"] = True  # or schedulers made before would warn that `step` was never called
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        for name, value in vars(optimizer).items():
+            # Hooks of all kinds, and what a script keeps there. A scheduler's mark on `step` belongs to the old step.
+            if name.endswith("_hooks") or (name not in vars(self) and not hasattr(type(self), name)):
+                setattr(self, name, value)
         self._begin(follows)
 
     def _begin(self, follows: Collection[str]) -> None:
@@ -238,6 +240,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the group settings and update count, without the engine states."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            if changed is not None:
+                state = changed
+        return state
+
+    def _state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": self._group_settings(), "updates": self._updates}
 
     def _group_settings(self) -> list[dict[str, Any]]:
@@ -245,6 +257,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load group settings, learning rates included. Raises ConfigError for another optimizer's state."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        self._load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if "updates" not in state_dict or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 "this optimizer state was not saved by an OffloadOptimizer over the same groups, and an engine cannot "
@@ -323,6 +344,21 @@ class _NoStates:
     __iter__ = _refuse_states
     __len__ = _refuse_states
     __contains__ = _refuse_states
+
+
+def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for methods that a script has replaced on a torch optimizer, which an engine never calls."""
+    kind = type(optimizer)
+    for name, value in vars(optimizer).items():
+        own = getattr(kind, name, None)
+        # A scheduler of torch wraps `step`, to count its calls.
+        is_counted = hasattr(value, "_wrapped_by_lr_sched") and getattr(value, "__wrapped__", None) is own
+        if callable(own) and not is_counted:
+            raise ConfigError(
+                f"optimizer.{name} was replaced on the {kind.__name__} before an engine takes its groups over, and "
+                f"the engine does not call it. Replace {name} on the optimizer that offload.wrap or prepare returns, "
+                "or call optimizer.register_step_pre_hook and register_step_post_hook, which are taken over."
+            )
 
 
 def find_own(optimizer: Any) -> OffloadOptimizer | None:

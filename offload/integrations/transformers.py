@@ -34,6 +34,7 @@ from offload.integrations.saving import (
     complete_or_absent,
     export_into,
     share_write_errors,
+    state_of,
     weights_dtype,
 )
 from offload.integrations.wrap import give_back, open_engine, own_precision
@@ -247,6 +248,9 @@ class OffloadMixin(_Base):
             return
         folder = self._folder_of(output_dir)
         with complete_or_absent(folder, is_writer=self.args.should_save):
+            if not _is_plain(super().save_model):
+                super().save_model(output_dir, _internal_call)
+                return
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -263,12 +267,18 @@ class OffloadMixin(_Base):
             return
         assert self.engine is not None
         folder = self._folder_of(output_dir)
+        weights = None
         if hasattr(self.model, "peft_config"):
             weights = adapters_state(self.engine)
+        elif not _is_plain(super()._save):
+            weights = {}  # one rank reads each weight when it is written
+            if self.engine.world_size > 1:
+                weights = state_of(self.engine)
+        if weights is not None:
             with share_write_errors(self.engine, folder):
                 if self.args.should_save:  # older versions write on every calling rank
                     with self.engine.answering(weights):
-                        super()._save(output_dir, weights)
+                        super()._save(output_dir, weights or state_dict)
             return
         export_into(self.engine, folder, self._dtype)
         with share_write_errors(self.engine, folder):
@@ -302,7 +312,7 @@ class OffloadMixin(_Base):
         assert own is not None
         return own
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Skip the weights: the engine loads them together with its states.
 
         For a checkpoint without optimizer states, load the weights before an engine exists.
@@ -316,7 +326,7 @@ class OffloadMixin(_Base):
                 "trainer's optimizer states. Load the weights (from_pretrained) into the Trainer's model, and begin a "
                 "new run."
             )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
@@ -328,6 +338,13 @@ class OffloadMixin(_Base):
             super()._load_best_model()
             return
         self._own_optimizer.load(Path(self.state.best_model_checkpoint) / FOLDER)
+
+
+def _is_plain(method: Any) -> bool:
+    """Tell whether no class above the mixin has its own version of a Trainer's method, such as sentence-transformers'
+    way to save.
+    """
+    return method.__func__ is getattr(Trainer, method.__name__)
 
 
 class OffloadTrainer(OffloadMixin, Trainer):
@@ -595,5 +612,5 @@ def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tenso
         )
     with without_companions(trainer.model):  # vLLM samples from the trained model alone
         shown = dict(trainer.model.named_parameters())
-    for name, value in trainer.engine.named_parameters(names=shown):
+    for name, value in trainer.engine.named_parameters(names=shown, as_given=True):
         yield vllm._fix_param_name_to_vllm(name), value.to(trainer.accelerator.device, shown[name].dtype)

@@ -15,7 +15,7 @@ from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
 from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten, warn
-from offload.integrations.optimizer import OffloadOptimizer, keep_generators
+from offload.integrations.optimizer import OffloadOptimizer, keep_generators, refuse_replaced
 from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
 from offload.layout.planes import DTYPES
 from offload.machine.limits import memory
@@ -98,7 +98,7 @@ def wrap(
 class WrappedOptimizer(OffloadOptimizer):
     """An OffloadOptimizer with the optimizer states in `state_dict`, in the format of torch's optimizers."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state_dict(self) -> dict[str, Any]:
         """Return group settings and states: by parameter number `step`, and fp32 CPU copies of the moments.
 
         Parameters in bf16 have their fp32 weights as `master`. Raises DoesNotFitError if host memory is too small, and
@@ -118,14 +118,14 @@ class WrappedOptimizer(OffloadOptimizer):
                 if engine.model.get_parameter(name).dtype != torch.float32:
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
                 state[numbers[name]] = {key: _as_given(value, engine.model, name) for key, value in moments.items()}
-        torch_state, start = super().state_dict(), 0
+        torch_state, start = super()._state_dict(), 0
         if scale := engine.loss_scale.state_dict():
             torch_state["loss_scale"] = scale
         for group, names in zip(torch_state["param_groups"], self._names, strict=True):
             group["params"] = list(range(start, start := start + len(names)))
         return torch_state | {"state": state}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load group settings and states from `state_dict`, or from the torch optimizer with the same groups.
 
         Raises ConfigError for other groups, and for states of another update rule.
@@ -179,6 +179,7 @@ def engage(
     old = None
     if isinstance(optimizer, torch.optim.Optimizer):
         old = optimizer
+        refuse_replaced(old)
     elif rule is None:
         rule = optimizer
     model = remove_compile_wrappers(model)

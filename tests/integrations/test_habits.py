@@ -6,6 +6,8 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+import offload
 from offload import SGD, Engine
+from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
 from tests.integrations.plain import common, llama, logged, needs, reset_accelerate, rows
 
@@ -311,3 +315,65 @@ def test_a_model_of_one_accelerator_goes_on_in_another() -> None:
     accelerator.prepare(model, optimizer)
     assert next(model.parameters()).dtype == torch.float32
     assert first.accelerator.engine.closed
+
+
+# -- what a script puts on an optimizer before the engine takes it ----------------------------------------------
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def by_wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return offload.wrap(model, optimizer)[1]
+
+
+def by_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return OffloadAccelerator(cpu=True).engage(model, optimizer)
+
+
+def by_trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    with TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, report_to=[], use_cpu=True)
+        return OffloadTrainer(model, args, optimizers=(optimizer, None)).create_optimizer()
+
+
+WAYS_IN = pytest.mark.parametrize("take", [by_wrap, by_accelerate, by_trainer])
+
+
+@WAYS_IN
+@pytest.mark.parametrize(
+    ("name", "is_scheduled"), [("step", False), ("step", True), ("zero_grad", True), ("load_state_dict", False)]
+)
+def test_a_method_replaced_before_is_refused(take: Any, name: str, is_scheduled: bool) -> None:
+    """A scheduler, which wraps `step`, hides nothing. Break: take every wrapped step for a scheduler's own."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced = MethodType(lambda *_args, **_kwargs: None, optimizer)
+    setattr(optimizer, name, replaced)
+    if is_scheduled:
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=rf"optimizer\.{name} was replaced on the SGD"):
+        take(model, optimizer)
+    assert engine_of(model) is None
+
+
+@WAYS_IN
+def test_hooks_and_attributes_of_an_optimizer_are_taken_over(take: Any) -> None:
+    """Torch's scheduler too. Break: take over the hooks of `step` alone; call none around states."""
+    model = small()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    calls: list[str] = []
+    kinds = [f"{what}_{when}" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+    for kind in kinds:
+        getattr(optimizer, f"register_{kind}_hook")(lambda *_, kind=kind: calls.append(kind))
+    optimizer.note = "of the script"
+    own = take(model, optimizer)
+    assert own.note == "of the script"
+    model(torch.ones(2, 4)).sum().backward()
+    own.step()
+    own.load_state_dict(own.state_dict())
+    assert calls == kinds
+    own.engine.close()

@@ -38,6 +38,7 @@ needs("accelerate")
 
 from offload.integrations.transformers import (  # noqa: E402
     OffloadCallback,
+    OffloadMixin,
     OffloadTrainer,
     offload_optimizer_factory,
 )
@@ -73,6 +74,100 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
         assert_same_weights(load_file(here / "model.safetensors"), load_file(there / "model.safetensors"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "offloaded")
     assert_same_weights(dict(loaded.named_parameters()), dict(plain.model.named_parameters()))
+
+
+class OwnFolders(Trainer):
+    """Saves and loads in its own way, as the trainers of sentence-transformers."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        (Path(output_dir or str(self.args.output_dir)) / "card.md").write_text("own")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
+        self.model.save_pretrained(folder / "inner")
+        (folder / "modules.json").write_text("{}")
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:  # type: ignore[override]
+        self.model.load_state_dict(LlamaForCausalLM.from_pretrained(Path(checkpoint_path) / "inner").state_dict())
+
+
+class OffloadedFolders(OffloadMixin, OwnFolders):
+    pass
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+
+
+def test_a_trainers_own_ways_of_saving_and_loading_are_called(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    plain = plain_trainer(tmp_path / "plain", llama(), OwnFolders, **how)
+    offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadedFolders, **how)
+    for trainer in (plain, offloaded):
+        trainer.train()
+        trainer.save_model()
+    assert files_in(tmp_path / "offloaded") == files_in(tmp_path / "plain")
+    for folder in ("inner", "checkpoint-2/inner"):
+        there, here = (load_file(tmp_path / way / folder / "model.safetensors") for way in ("plain", "offloaded"))
+        assert_same_weights(here, there)
+    begun = tmp_path / "plain" / "checkpoint-2"
+    again = offload_trainer(tmp_path / "again", llama(), OffloadedFolders, **how)
+    again.train(resume_from_checkpoint=str(begun))
+    plain_again = plain_trainer(tmp_path / "plain again", llama(), OwnFolders, **how)
+    plain_again.train(resume_from_checkpoint=str(begun))
+    assert logged(again) == logged(plain_again)
+    assert_same_weights(dict(again.engine.named_parameters()), dict(plain_again.model.named_parameters()))
+
+
+OWN_WAYS = "_save save_model _load_from_checkpoint _load_best_model"
+KNOWN = {"sentence_transformers": "_load_best_model _load_from_checkpoint _save"}
+
+
+@pytest.mark.slow
+def test_the_trainers_with_own_ways_to_save_are_known() -> None:
+    """Their ways are called, except that the engine loads the best model. A new name here has to be looked at."""
+    needs("trl")
+    import sentence_transformers
+    import trl
+
+    found: dict[str, set[str]] = {}
+    for library in (trl, sentence_transformers):
+        for name in dir(library):
+            each = getattr(library, name)
+            if isinstance(each, type) and issubclass(each, Trainer):
+                own = {way for way in OWN_WAYS.split() if getattr(each, way) is not getattr(Trainer, way)}
+                found.setdefault(library.__name__, set()).update(own)
+    assert {name: " ".join(sorted(ways)) for name, ways in found.items() if ways} == KNOWN
+
+
+@pytest.mark.slow
+def test_sentence_transformers_reads_what_its_trainer_saves(tmp_path: Path) -> None:
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+    from transformers import BertConfig, BertModel
+
+    from tests.upstream.stand_ins import tokenizer
+
+    spoken = tokenizer("plain")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(spoken), **sizes)).save_pretrained(tmp_path / "base")
+    spoken.save_pretrained(tmp_path / "base")
+    texts = ["beautiful is better", "explicit is better", "simple is better", "flat is better"]
+    data = Dataset.from_list([{"sentence1": text, "sentence2": texts[0], "score": 0.5} for text in texts])
+    model = st.SentenceTransformer(str(tmp_path / "base"), device="cpu")
+    more: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    args = st.SentenceTransformerTrainingArguments(output_dir=str(tmp_path / "run"), max_steps=2, save_steps=1, **more)
+    offloaded: Any = type("Offloaded", (OffloadMixin, st.SentenceTransformerTrainer), {})
+    loss = CosineSimilarityLoss(model)
+    trainer = offloaded(model=model, args=args, train_dataset=data, loss=loss)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    wanted = torch.tensor(model.encode(texts))
+    for folder in ("out", "run/checkpoint-2"):
+        found = st.SentenceTransformer(str(tmp_path / folder), device="cpu").encode(texts)
+        assert torch.equal(torch.tensor(found), wanted), folder
 
 
 @pytest.mark.slow
