@@ -236,7 +236,7 @@ class Engine(StateAccess):
 
     def has_gradients(self) -> bool:
         """For own loops: return whether any rank has gradients since the last update. Collective."""
-        self._recovery.check_usable()
+        self._recovery.check_readable()  # a parked engine has none
         return self._own_loop.has_gradients()
 
     def update(self, max_grad_norm: float | None = None, *, until_zero_grad: bool = False) -> StepResult:
@@ -256,7 +256,7 @@ class Engine(StateAccess):
         set_to_none: False: parameters with a gradient have one of zero instead, so the next update decays their weights
         and moments even without another gradient, as in plain PyTorch.
         """
-        self._recovery.check_usable()
+        self._recovery.check_readable()  # a parked engine has none
         self._own_loop.zero_grad(set_to_none)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.steps import Steps
+from offload.engine.units.call import is_unit
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
@@ -78,7 +79,7 @@ class OwnLoop:
         self._lent.refuse_used()
         with self._recovery.given_up_on_error():
             self._open_step()  # the script may have called single units
-            self._flow.runner.loss_scale.backward(loss, self._flow.runner.is_weight)
+            self._flow.runner.loss_scale.backward(loss, self._flow.runner.is_weight, is_unit)
             self.losses.append(loss.detach())
 
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:

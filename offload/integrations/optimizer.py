@@ -257,6 +257,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load group settings, learning rates included. Raises ConfigError for another optimizer's state."""
+        state_dict = dict(state_dict)  # hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             if changed is not None:

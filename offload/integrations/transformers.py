@@ -198,6 +198,7 @@ class OffloadMixin(_Base):
         if self.optimizer is None and (factory or is_own or create.__func__ is not Trainer.create_optimizer):
             create()
         if self.optimizer is not None:
+            _refuse_beside(self)
             own_optimizer: OffloadOptimizer = self.accelerator.engage(self.model, self.optimizer, settings)
             if getattr(self.lr_scheduler, "optimizer", None) is self.optimizer:
                 own_optimizer.follow(self.lr_scheduler)
@@ -340,10 +341,24 @@ class OffloadMixin(_Base):
         self._own_optimizer.load(Path(self.state.best_model_checkpoint) / FOLDER)
 
 
+def _refuse_beside(trainer: Any) -> None:
+    """Raise ConfigError if the optimizer also trains a module beside the model, such as a loss with parameters."""
+    trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    foreign = trained - {id(p) for p in trainer.model.parameters()}
+    for key, value in vars(trainer).items():
+        modules = value.values() if isinstance(value, dict) else [value]
+        for module in (each for each in modules if isinstance(each, nn.Module)):
+            names = [name for name, parameter in module.named_parameters() if id(parameter) in foreign]
+            if names:
+                raise ConfigError(
+                    f"the Trainer's {key}, a {type(module).__name__}, has {len(names)} parameters of its own that the "
+                    f"optimizer trains, first {names[0]}, and an engine trains the model alone. Freeze them "
+                    "(requires_grad_(False)) before training, or choose another."
+                )
+
+
 def _is_plain(method: Any) -> bool:
-    """Tell whether no class above the mixin has its own version of a Trainer's method, such as sentence-transformers'
-    way to save.
-    """
+    """Tell whether a method is the Trainer's, where sentence-transformers has another way to save, for example."""
     return method.__func__ is getattr(Trainer, method.__name__)
 
 

@@ -141,7 +141,11 @@ class Settings:
         if key == "optimizer.master":
             return "fp32" if self.optimizer.has_low else "bf16"
         if key == "optimizer.uncorrectable":
-            return next((type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct), "")
+            rule = next((rule for rule in self.optimizer.parts if not rule.can_correct), None)
+            if rule is None:
+                return ""
+            states = getattr(rule, "states", "fp32")
+            return type(rule).__name__ + (states != "fp32") * f" with states in {states}"
         section, _, name = key.partition(".")
         # Settings of the engine lie in three objects, whatever section of a configuration they are in.
         if section == "offload" and hasattr(self.placement, name):

@@ -563,3 +563,17 @@ def test_the_first_help_is_one_screen_of_the_main_settings(
         parse_config(["--help-extra"], prog="python -m offload.train", description=DESCRIPTION)
     shown = capsys.readouterr().out
     assert not [key for key in all_keys() if f"--{key}" not in shown]
+
+
+@pytest.mark.parametrize("text", ["010", "1_000", "12", "0x10", "0b11", "0o17", "1:30"])
+def test_a_number_reads_alike_in_a_file_and_as_a_word(tmp_path: Path, text: str) -> None:
+    """PyYAML reads 010 as 8 and 1:30 as 90. Break: keep its numbers."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"train:\n  steps: {text}\n")
+    found = []
+    for load in (lambda: Config.load(file), lambda: Config.load(overrides={"train.steps": text})):
+        try:
+            found.append(str(load().train.steps))
+        except ConfigError as error:
+            found.append(str(error))
+    assert found[0] == found[1]

@@ -23,7 +23,7 @@ from tests.cases.models import build
 from tests.cases.run import small
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.device import own_device
-from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states, updating_device
 from tests.engine.ranks import run
 from tests.engine.reference import Reference
@@ -395,6 +395,74 @@ def test_gradients_outside_of_the_model_are_without_the_scale(at_root: bool) -> 
         result = engine.update()
         assert (result.grad_norm, result.loss_scale) == (reference.update(), 2.0**16)
         assert_weights(engine, reference)
+
+
+def alone(way: str) -> dict[str, Tensor]:
+    """Return gradients of a script's tensors around two models, with terms by a hook, of a block's result, or of a
+    weight; in fp32 for way "plain", else with two engines in fp16.
+    """
+    first, second = build(Through), build(Through, seed=1)
+    engines = [] if way == "plain" else [Engine(model, RULE, precision="fp16") for model in (first, second)]
+    own, seen, kept = nn.Linear(WIDTH, WIDTH), list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        own.weight.copy_(torch.eye(WIDTH) * 0.5)
+    own.to(own_device())
+    x = torch.linspace(-1, 1, 4 * WIDTH, device=own_device()).view(4, WIDTH)
+    first.blocks[1].register_forward_hook(lambda _module, _inputs, result: kept.append(result))
+    h = own(x)
+    h.retain_grad()
+    h.register_hook(lambda gradient: seen.append(gradient.clone()))
+    short = x if way == "plain" else x.half()
+    loss = (first(h) * second(short)).mean() + kept[-1].float().square().mean()
+    if way == "engine":
+        engines[0].backward(loss)
+    else:
+        loss.backward()
+    assert h.grad is not None
+    assert own.weight.grad is not None
+    found = {"retained": h.grad, "hook": seen[0], "own": own.weight.grad}
+    for name, model in (("first", first), ("second", second)):
+        found[name] = model.blocks[0].up.weight.grad
+    found = {name: value.detach().float().cpu().clone() for name, value in found.items()}
+    for engine in engines:
+        engine.zero_grad()
+        engine.close()
+    return found
+
+
+class Through(nn.Module):
+    """Blocks over vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+@pytest.mark.parametrize("way", ["loss", "engine"])
+def test_all_gradients_of_a_script_are_without_the_scale(way: str) -> None:
+    """Break: put the scale at the root of `engine.backward`; give hooks the results as the next block has them."""
+    wanted = alone("plain")
+    for name, value in alone(way).items():
+        assert (value - wanted[name]).norm() < 0.01 * wanted[name].norm(), name
+
+
+def test_a_tensor_from_inside_a_block_has_its_gradient_in_engine_backward() -> None:
+    """In one operation with a result of the model. Break: scale only what the model returns."""
+    found = []
+    for engine in (None, Engine(build(Through), RULE, precision="fp16")):
+        model = build(Through).to(own_device()) if engine is None else engine.model
+        x = torch.ones(2, WIDTH, device=own_device(), dtype=torch.float32 if engine is None else torch.float16)
+        kept: list[Tensor] = []
+        model.blocks[1].down.register_forward_hook(lambda _module, _inputs, result, kept=kept: kept.append(result))
+        loss = (model(x).float() * kept[-1].float()).mean()
+        loss.backward() if engine is None else engine.backward(loss)
+        found.append(model.blocks[0].up.weight.grad.float().cpu())
+    assert (found[1] - found[0]).norm() < 0.01 * found[0].norm()
 
 
 def test_a_gradient_that_would_miss_the_scale_is_refused() -> None:

@@ -95,6 +95,8 @@ def test_a_parked_engine_computes_nothing_and_reads_everything(place: str, tmp_p
         ):
             with pytest.raises(OffloadError, match=r"the engine is parked.*engine\.resume\(\)"):
                 compute()
+        engine.zero_grad()
+        assert not engine.has_gradients()  # a step of an own loop does nothing
         before, moments = weights(engine), states(engine)["model.norm.weight"].exp_avg
         assert torch.equal(model.model.norm.weight.detach().cpu(), before["model.norm.weight"])
         assert_same({name: value.float() for name, value in model.state_dict().items() if name in before}, before)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
@@ -118,6 +119,27 @@ def test_a_trainers_own_ways_of_saving_and_loading_are_called(tmp_path: Path) ->
     plain_again.train(resume_from_checkpoint=str(begun))
     assert logged(again) == logged(plain_again)
     assert_same_weights(dict(again.engine.named_parameters()), dict(plain_again.model.named_parameters()))
+
+
+class WithLoss(Trainer):
+    """Trains a loss with parameters too, as the trainers of sentence-transformers."""
+
+    loss: nn.Module
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *self.loss.parameters()])
+        return self.optimizer
+
+
+class OffloadedWithLoss(OffloadMixin, WithLoss):
+    pass
+
+
+def test_parameters_of_a_loss_are_named_as_such(tmp_path: Path) -> None:
+    trainer = offload_trainer(tmp_path, llama(), OffloadedWithLoss)
+    trainer.loss = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="the Trainer's loss, a Linear, has 2 parameters of its own .* first weight"):
+        trainer.train()
 
 
 OWN_WAYS = "_save save_model _load_from_checkpoint _load_best_model"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from offload.engine.gradients import norms, policies, updates
+from offload.engine.gradients import loss_scale, norms, policies, updates
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.loss_scale import DynamicScale
+from offload.engine.gradients.loss_scale import DynamicScale, LossScale
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.gradients.updates import Updates
@@ -239,13 +240,18 @@ enter_as(
 # The script's gradients enter the model as they are, or leave it with the scale.
 enter_as(
     "loss-scale-not-at-the-border",
-    replaced(DynamicScale, "_at_border", 1.0),
+    replaced(DynamicScale, "leave", LossScale.leave),
     "tests/engine/test_fp16.py",
 )
 enter_as(
     "loss-scale-in-gradients-of-the-script",
-    replaced(DynamicScale, "_without_scale", lambda self, gradients: gradients),
+    replaced(DynamicScale, "enter", lambda self, tensor: tensor.to(torch.float16)),
     "tests/engine/test_fp16.py::test_gradients_outside_of_the_model_are_without_the_scale",
+)
+enter_as(
+    "no-loss-scale-beside-results-of-the-model",
+    replaced(loss_scale, "_times", lambda gradients, factors: gradients),
+    "tests/engine/test_fp16.py::test_a_tensor_from_inside_a_block_has_its_gradient_in_engine_backward",
 )
 enter_as(
     "grad-scaler-left-to-accelerate",

@@ -39,7 +39,7 @@ from offload.errors import ConfigError
 from offload.extras.adapters.adapters import as_base
 from offload.extras.data.tokenizer import train_bpe
 from offload.extras.distill.classes import record_type, top_classes
-from offload.extras.distill.losses import Distillation, StoredDistillation
+from offload.extras.distill.losses import Distillation, StoredDistillation, divergence
 from offload.extras.distill.objective import FromTeacher
 from offload.extras.distill.stored import StoredRows, TeacherClasses
 from tests.engine.compare import weights
@@ -624,6 +624,24 @@ def test_a_teacher_has_the_attention_of_the_run(folder: Path) -> None:
     )
     teachers = FromTeacher.companions(config, student(), lambda section: build_model(section, seed=0))
     assert teachers["teacher"].model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_tokens_that_a_teacher_rules_out_add_nothing(beta: float) -> None:
+    """Break: leave out the mask: 0 * -inf."""
+    torch.manual_seed(0)
+    logits, of_teacher = torch.randn(3, 6, requires_grad=True), torch.randn(3, 6)
+    of_teacher[:, 4:] = -torch.inf
+    found = divergence(logits.log_softmax(1), of_teacher.log_softmax(1), beta)
+    student, teacher = logits.softmax(1), of_teacher.softmax(1)
+    mixture = (1 - beta) * student + beta * teacher
+    possible = teacher[:, :4]
+    wanted = (possible * (possible / mixture[:, :4]).log()).sum(1)
+    if beta:
+        wanted = beta * wanted + (1 - beta) * (student * (student / mixture).log()).sum(1)
+    torch.testing.assert_close(found, wanted)
+    slopes = [torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (found, wanted)]
+    torch.testing.assert_close(*slopes)
 
 
 def test_packed_documents_stay_below_the_rope_limit_of_the_teacher(run: Any, folder: Path, tmp_path: Path) -> None:

@@ -84,8 +84,13 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
+_INT = "tag:yaml.org,2002:int"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML loader with an error for duplicate keys; PyYAML would silently drop the first."""
+    """YAML loader with an error for duplicate keys; PyYAML would silently drop the first. Numbers are as on the command
+    line: 010 is ten, where YAML 1.1 reads eight, and 0x10 and 1:30 are text.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -97,6 +102,17 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(node.value)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag != _INT]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+(_[0-9]+)*$"), list("-+0123456789"))
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 
 def read_yaml(text: str) -> Any:

@@ -4,13 +4,15 @@ arXiv:1710.03740). The update divides by the factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import repeat
+from typing import Any
 
 import torch
 
 from offload.doors import Door
 from offload.errors import ConfigError, NonFiniteError
-from offload.modules import nodes_of
 
 FIRST = 2.0**16
 """Scale of the first step. This and the numbers below are the rule of `torch.amp.GradScaler`. All scales are powers of
@@ -22,6 +24,10 @@ INTERVAL = 2000
 """Steps with finite gradients before a growth."""
 _LEAST = 2.0**-14
 _MOST = 2.0**127
+_ENTRY, _EXIT = "offload: entry", "offload: exit"
+"""Marks in the graph where tensors enter the model, and where results leave."""
+IsWeight = Callable[[torch.Tensor], bool]
+IsUnit = Callable[[Any], bool]
 
 
 class LossScale:
@@ -45,8 +51,10 @@ class LossScale:
 
     # -- loops of scripts ------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> None:  # noqa: ARG002
-        """Run the backward of a script's loss. `is_weight`: True for weights of the model in a graph."""
+    def backward(self, loss: torch.Tensor, is_weight: IsWeight, is_unit: IsUnit) -> None:  # noqa: ARG002
+        """Run the backward of a script's loss. `is_weight`: True for weights of the model in a graph. `is_unit`: True
+        for the graph node of a unit.
+        """
         loss.backward()
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -73,8 +81,8 @@ class DynamicScale(LossScale):
         self.value = FIRST
         self._num_finite = 0
         """Steps since the last change."""
-        self._is_at_root = False
-        """The loss of the present backward has the scale, and so has each gradient."""
+        self._takes_kept = False
+        """The present backward knows its graph, and scales gradients of tensors from inside units too."""
 
     def adjust(self, is_finite: bool) -> None:
         """Choose the next value after a step. Raises NonFiniteError if no scale helps."""
@@ -100,34 +108,32 @@ class DynamicScale(LossScale):
         self.value = float(state.get("loss_scale", FIRST))
         self._num_finite = int(state.get("finite_steps", 0))
 
-    def backward(self, loss: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> None:
-        """Run the backward from a scaled loss. The script's own parameters in the graph get gradients without scale."""
-        leaves = [node for node in nodes_of([loss]) if hasattr(node, "variable") and not is_weight(node.variable)]
-        handles = [node.register_prehook(self._without_scale) for node in leaves]
-        root = None  # of other than one number, torch makes none either
-        if loss.numel() == 1:
+    def backward(self, loss: torch.Tensor, is_weight: IsWeight, is_unit: IsUnit) -> None:
+        """Run the backward from a loss that may depend on weights, or on tensors from inside the model.
+
+        As always, the scale is on where a gradient enters the model, and off where it leaves.
+        """
+        root = None
+        if is_unit(loss.grad_fn) and loss.numel() == 1:  # of other than one number, torch makes no root
             root = torch.full_like(loss, self.value)
-        self._is_at_root = True
+        handles = []
+        for node, enters in _entering(loss, is_weight, is_unit):
+            # Before the operation, since it may end in fp16. Its gradients for the script have no scale.
+            handles.append(node.register_prehook(partial(_times, factors=repeat(self.value))))
+            factors = [1.0 if is_inside else 1 / self.value for is_inside in enters]
+            handles.append(node.register_hook(lambda given, _, factors=factors: _times(given, factors)))
+        self._takes_kept = True
         try:
             loss.backward(root)
         finally:
-            self._is_at_root = False
+            self._takes_kept = False
             for handle in handles:
                 handle.remove()
 
-    def _without_scale(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if gradient is None else gradient / self.value for gradient in gradients)
-
-    @property
-    def _at_border(self) -> float:
-        if self._is_at_root:
-            return 1.0
-        return self.value
-
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the argument in fp16. The scale leaves its gradient in fp32."""
-        wide = _wide_copy(tensor)
-        wide.register_hook(lambda gradient: gradient / self._at_border)
+        wide = _wide_copy(tensor, _ENTRY)
+        wide.register_hook(lambda gradient: gradient / self.value)
         if wide.is_complex():
             return wide
         return wide.to(torch.float16)
@@ -136,12 +142,12 @@ class DynamicScale(LossScale):
         """Return the result in fp32, as from the autocast of accelerate: without the scale, a gradient from the script
         is below the range of fp16.
         """
-        wide = _wide_copy(tensor)
-        wide.register_hook(lambda gradient: gradient * self._at_border)
+        wide = _wide_copy(tensor, _EXIT)
+        wide.register_hook(lambda gradient: gradient * self.value)
         return wide
 
     def check_kept(self, unit: str) -> None:
-        if not self._is_at_root:
+        if not self._takes_kept:
             raise ConfigError(
                 f"the loss depends on a tensor from inside unit {unit} that a hook or an attribute holds, and "
                 "loss.backward() scales only what the model returns: call engine.backward(loss) (in a loop over "
@@ -157,9 +163,44 @@ class DynamicScale(LossScale):
         )
 
 
-def _wide_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in fp32 or a wider dtype. Not the tensor itself: its gradient is also that of other uses."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+def _wide_copy(tensor: torch.Tensor, border: str) -> torch.Tensor:
+    """Return a copy in fp32 or a wider dtype, marked in the graph. Not the tensor itself, which has other uses."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    node: Any = wide.grad_fn
+    node.metadata[border] = True
+    return wide
+
+
+def _times(gradients: tuple[torch.Tensor | None, ...], factors: Iterable[float]) -> tuple[torch.Tensor | None, ...]:
+    pairs = zip(gradients, factors, strict=False)
+    return tuple(None if gradient is None else gradient * factor for gradient, factor in pairs)
+
+
+def _entering(loss: torch.Tensor, is_weight: IsWeight, is_unit: IsUnit) -> Iterator[tuple[Any, list[bool]]]:
+    """Yield each operation that a script made on weights or on tensors from inside a model, which the model did not
+    return; and for each input, whether it is such a tensor.
+    """
+    inside, outside = set[Any](), set[Any]()
+    nodes: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    while nodes:
+        node, is_inside = nodes.pop()
+        if node is None:
+            continue
+        is_inside = (is_inside or _EXIT in node.metadata or is_unit(node)) and _ENTRY not in node.metadata
+        seen = inside if is_inside else outside
+        if node not in seen:
+            seen.add(node)
+            nodes += [(following, is_inside) for following, _ in node.next_functions]
+
+    def enters(node: Any) -> bool:
+        if hasattr(node, "variable"):
+            return is_weight(node.variable)
+        return node in inside and _EXIT not in node.metadata
+
+    for node in outside - inside:
+        flags = [following is not None and enters(following) for following, _ in node.next_functions]
+        if any(flags) and _ENTRY not in node.metadata:
+            yield node, flags
 
 
 LOSS_SCALES: Door[type[LossScale]] = Door("loss scale", {"fp32": LossScale, "bf16": LossScale, "fp16": DynamicScale})

@@ -170,6 +170,11 @@ class UnitFunction(torch.autograd.Function):
             return None, None, None, *ctx.call.backward(gradients, trains), *[None] * ctx.num_weights
 
 
+def is_unit(node: Any) -> bool:
+    """Tell whether a graph node is the border to a unit."""
+    return getattr(type(node), "_forward_cls", None) is UnitFunction
+
+
 def _refuse_weight_inputs(edges: Sequence[tuple[Any, int]]) -> None:
     """Raise ConfigError if the running backward was asked for the gradient of a weight with one of these edges."""
     for node, _ in edges:

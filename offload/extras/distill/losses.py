@@ -40,8 +40,11 @@ def divergence(log_probs: torch.Tensor, teacher: torch.Tensor, beta: float) -> t
 
 
 def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return KL(first || second), [tokens], from log-probabilities [tokens, vocabulary]."""
-    return kl_div(second, first, reduction="none", log_target=True).sum(1)
+    """Return KL(first || second), [tokens], from log-probabilities [tokens, vocabulary]. Tokens without probability in
+    `first` add nothing: a teacher may rule some out.
+    """
+    terms = kl_div(second, first, reduction="none", log_target=True)
+    return terms.masked_fill_(first.detach() == -math.inf, 0.0).sum(1)
 
 
 class _Divergence(Loss):
