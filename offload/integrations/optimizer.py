@@ -61,7 +61,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.defaults = optimizer.defaults
         vars(optimizer)["_opt_called"] = True  # or schedulers made before would warn that `step` was never called
         for name, value in vars(optimizer).items():
-            # Hooks of all kinds, and what a script keeps there. A scheduler's mark on `step` belongs to the old step.
+            # All hooks, and what a script keeps there. A scheduler's mark on `step` belongs to the old step.
             if name.endswith("_hooks") or (name not in vars(self) and not hasattr(type(self), name)):
                 setattr(self, name, value)
         self._begin(follows)
@@ -352,7 +352,7 @@ def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     for name, value in vars(optimizer).items():
         own = getattr(kind, name, None)
-        # A scheduler of torch wraps `step`, to count its calls.
+        # Schedulers wrap `step`, to count its calls.
         is_counted = hasattr(value, "_wrapped_by_lr_sched") and getattr(value, "__wrapped__", None) is own
         if callable(own) and not is_counted:
             raise ConfigError(

@@ -351,7 +351,7 @@ def _refuse_beside(trainer: Any) -> None:
             names = [name for name, parameter in module.named_parameters() if id(parameter) in foreign]
             if names:
                 raise ConfigError(
-                    f"the Trainer's {key}, a {type(module).__name__}, has {len(names)} parameters of its own that the "
+                    f"the Trainer's {key}, a {type(module).__name__}, has {len(names)} own parameters that the "
                     f"optimizer trains, first {names[0]}, and an engine trains the model alone. Freeze them "
                     "(requires_grad_(False)) before training, or choose another."
                 )

@@ -398,8 +398,8 @@ def test_gradients_outside_of_the_model_are_without_the_scale(at_root: bool) -> 
 
 
 def alone(way: str) -> dict[str, Tensor]:
-    """Return gradients of a script's tensors around two models, with terms by a hook, of a block's result, or of a
-    weight; in fp32 for way "plain", else with two engines in fp16.
+    """Return a script's gradients around two models, with a term from a block's result by a hook; in fp32 for way
+    "plain", else with two engines in fp16.
     """
     first, second = build(Through), build(Through, seed=1)
     engines = [] if way == "plain" else [Engine(model, RULE, precision="fp16") for model in (first, second)]
@@ -452,7 +452,7 @@ def test_all_gradients_of_a_script_are_without_the_scale(way: str) -> None:
 
 
 def test_a_tensor_from_inside_a_block_has_its_gradient_in_engine_backward() -> None:
-    """In one operation with a result of the model. Break: scale only what the model returns."""
+    """In one operation with the model's result. Break: scale only what the model returns."""
     found = []
     for engine in (None, Engine(build(Through), RULE, precision="fp16")):
         model = build(Through).to(own_device()) if engine is None else engine.model

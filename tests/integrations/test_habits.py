@@ -361,7 +361,7 @@ def test_a_method_replaced_before_is_refused(take: Any, name: str, is_scheduled:
 
 @WAYS_IN
 def test_hooks_and_attributes_of_an_optimizer_are_taken_over(take: Any) -> None:
-    """Torch's scheduler too. Break: take over the hooks of `step` alone; call none around states."""
+    """Torch's scheduler too. Break: take over the hooks around `step` alone; call none around states."""
     model = small()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer)

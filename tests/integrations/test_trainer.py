@@ -78,7 +78,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
 
 
 class OwnFolders(Trainer):
-    """Saves and loads in its own way, as the trainers of sentence-transformers."""
+    """Saves and loads in its own way, like sentence-transformers."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
@@ -122,7 +122,7 @@ def test_a_trainers_own_ways_of_saving_and_loading_are_called(tmp_path: Path) ->
 
 
 class WithLoss(Trainer):
-    """Trains a loss with parameters too, as the trainers of sentence-transformers."""
+    """Trains a loss with parameters too, like sentence-transformers."""
 
     loss: nn.Module
 
@@ -138,7 +138,7 @@ class OffloadedWithLoss(OffloadMixin, WithLoss):
 def test_parameters_of_a_loss_are_named_as_such(tmp_path: Path) -> None:
     trainer = offload_trainer(tmp_path, llama(), OffloadedWithLoss)
     trainer.loss = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="the Trainer's loss, a Linear, has 2 parameters of its own .* first weight"):
+    with pytest.raises(ConfigError, match="the Trainer's loss, a Linear, has 2 own parameters .* first weight"):
         trainer.train()
 
 

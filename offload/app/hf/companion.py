@@ -27,7 +27,7 @@ from offload.errors import ConfigError
 from offload.files.sources import Source
 
 KEYS = "distill.teacher", "prefs.reference"
-"""Settings with the name of another model, for the loss."""
+"""Settings that name another model, for the loss."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def companion_at(config: Config, key: str) -> Iterator[ModelSection]:
 
 
 def rope_limits(config: Config, architecture: PreTrainedConfig) -> int | None:
-    """Return the lowest `rope_limit` of all models in a run. Raises ConfigError."""
+    """Return the lowest `rope_limit` in a run with other models. Raises ConfigError."""
     limits = [rope_limit(architecture)]
     for key in KEYS:
         with companion_at(config, key) as section:

@@ -114,7 +114,7 @@ class DynamicScale(LossScale):
         As always, the scale is on where a gradient enters the model, and off where it leaves.
         """
         root = None
-        if is_unit(loss.grad_fn) and loss.numel() == 1:  # of other than one number, torch makes no root
+        if is_unit(loss.grad_fn) and loss.numel() == 1:  # otherwise torch makes no root
             root = torch.full_like(loss, self.value)
         handles = []
         for node, enters in _entering(loss, is_weight, is_unit):
