@@ -148,17 +148,18 @@ def _help(command: str, sections: Any) -> str:
     from offload.__main__ import module_of
 
     name, *words = command.split()
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # this process does nothing else
+    # As wide as a block of the site. This process does nothing else.
+    os.environ |= {"COLUMNS": "86", "NO_COLOR": "1", "TERM": "dumb"}
     for option in ("--help", "--help-extra"):
-        printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # for the characters of boxes
+        printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             module_of(name).main([*words, option])
         printed.seek(0)
         text = printed.read()
         if "--help-extra" not in text:
             break
-    boxes = re.split(r"(?m)^(?=╭─ )", text)
-    own = [box for box in boxes if not any(box.startswith(f"╭─ {name} options ") for name in sections)]
+    boxes = re.split(r"(?m)^(?=[\w ]+:$)", text)
+    own = [box for box in boxes if not any(box.startswith(f"{name} options:") for name in sections)]
     left_out = "" if len(own) == len(boxes) else "\nand all [settings](settings.md).\n"
     return f"```text\n{''.join(own).strip()}\n```\n{left_out}\n"
 

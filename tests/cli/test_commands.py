@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,27 @@ def test_the_help_of_a_command_shows_its_own_options(name: str, options: list[st
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert [option for option in options if option not in shown] == []
+
+
+@pytest.mark.parametrize(
+    "words", [*([name] for name in offload.COMMANDS), ["bench", "step"], ["bench", "nvme"]], ids=" ".join
+)
+def test_help_has_one_style_and_breaks_no_word(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns: plain lines, all words of the wide help. Break: draw tyro's boxes; leave a paragraph unbroken."""
+    shown = []
+    for columns in (80, 400):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as left:
+            offload.main([*words, "--help"])
+        assert left.value.code == 0
+        shown.append(capsys.readouterr().out)
+    narrow, wide = shown
+    assert narrow.startswith("usage: python -m offload.")
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert not re.search(r"[─│╭]|-----|\.\.\.$|default: *(None|False|''|)\)", narrow)
+    assert Counter(narrow.split()) == Counter(wide.split())
 
 
 def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,14 @@ def test_what_the_own_thread_did_is_told(tmp_path: Path) -> None:
     assert advice[0].saves_s == pytest.approx(0.15)
 
 
+def test_a_hundredth_of_a_step_is_not_worth_a_machine(tmp_path: Path) -> None:
+    lines = [line(step, 0.5, lanes={"h2d": (0.003, 0.003)}) for step in range(1, 9)]
+    path = write_run(tmp_path, lines)
+    assert figures_of(path).binding.is_serial
+    changes = [each.change for each in advise(RunRecord.read(path), figures_of(path))]
+    assert not [change for change in changes if "GPU" in change]
+
+
 def test_memory_is_the_plan_and_the_highest_peak(tmp_path: Path) -> None:
     tiers = {each.name: each for each in figures_of(write_run(tmp_path, usual())).tiers}
     assert list(tiers) == ["device", "cpu", "nvme"]
@@ -195,6 +203,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     alternatives = [
         {"change": "32 GiB more host memory", "step_seconds": 0.25, "fits": True},
         {"change": "slower", "step_seconds": 0.6, "fits": True},
+        {"change": "a thousandth faster", "step_seconds": 0.3996, "fits": True},
         {"change": "no room", "step_seconds": 0.1, "fits": False},
     ]
     plan = {**PLAN, "step_seconds": 0.4, "bound_by": "h2d", "alternatives": alternatives}
@@ -208,7 +217,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     assert 3008 <= enough < 3500, "no less than the peak"
     assert "more rows in a micro-batch" in room
     assert changes[-1] == "32 GiB more host memory"
-    assert not {"slower", "no room"} & set(changes)
+    assert not {"slower", "no room", "a thousandth faster"} & set(changes)
 
 
 def test_a_run_far_slower_than_its_plan_is_told_so_before_anything_else(tmp_path: Path) -> None:

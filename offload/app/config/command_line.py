@@ -184,6 +184,8 @@ def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: 
     """
     import tyro
 
+    from offload.app.config.help_text import plain_help
+
     asks_for_help = {"--help", "-h"} & set(words)
     # Checked before tyro: tyro's messages about both are boxes of several lines.
     if not asks_for_help and (missing := _missing(options_class, words)):
@@ -192,7 +194,7 @@ def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: 
         _check_values(options_class, words)
     box = io.StringIO()
     try:
-        with contextlib.redirect_stderr(box):
+        with contextlib.redirect_stderr(box), plain_help():
             options, unknown = tyro.cli(
                 options_class, args=words, prog=prog, description=description, return_unknown_args=True
             )

@@ -6,9 +6,7 @@ Separate from `command_line`, so an interrupt during the import of tyro and pyda
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
-import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +18,7 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from offload.app.config.config import Config, all_keys, unknown_keys
+from offload.app.config.help_text import plain_help, wrapped
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import nested_types
 from offload.conflicts import show
@@ -40,7 +39,6 @@ _COMMON_OPTIONS = {
 }
 """Options by name: (value in the help, default in the help, help text)."""
 _WIDTHS, _INDENT = (80, 110), 33  # columns of the first help (fewest, most), and of the names in it
-_LEAST_CLAUSE = 16  # characters of a clause that says something alone
 _UNSET = "\0"  # tyro parses the word None as None, so an absent option needs a value impossible to type
 
 
@@ -56,14 +54,15 @@ def read_command(
     if words == ["--help-extra"]:  # tyro's own help has all settings
         arguments = ["--help"]
     parsed: Any
-    parsed, unknown = tyro.cli(
-        _command_line(own),
-        args=arguments,
-        prog=prog,
-        description=description,
-        return_unknown_args=True,
-        use_underscores=True,
-    )
+    with plain_help():
+        parsed, unknown = tyro.cli(
+            _command_line(own),
+            args=arguments,
+            prog=prog,
+            description=description,
+            return_unknown_args=True,
+            use_underscores=True,
+        )
     if unknown:
         raise ConfigError(_unknown_words(unknown, own))
     overrides = {}
@@ -80,55 +79,37 @@ def read_command(
 
 
 def first_help(prog: str, description: str, own: _Own) -> str:
-    """Return one screen: the options, and the main settings of each section with default and first sentence."""
+    """Return the options, and the main settings of each section: default, first sentence, choices."""
     fewest, most = _WIDTHS
     width = min(max(shutil.get_terminal_size((most, 60)).columns, fewest), most)
+    lines = [*wrapped(f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", width), ""]
+    lines.extend([*wrapped(description, width), ""])
 
-    def fit(text: str, indent: int = _INDENT) -> str:
-        if len(text) <= width - indent:
-            return text
-        return _whole_clauses(text, width - indent)
+    def show_option(word: str, text: str) -> None:
+        first, *more = wrapped(text, width - _INDENT)
+        lines.append(f"{word:<{_INDENT - 1}} {first}")
+        lines.extend(" " * _INDENT + each for each in more)
 
-    lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", *textwrap.wrap(description, width), ""]
     # Options of this command first: its user looks for them.
     for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
-        word, text = f"  --{name} {metavar.removeprefix('{true,false}')}", f"{about} {default}"
-        texts = [fit(text)]
-        if name not in _COMMON_OPTIONS:
-            texts = textwrap.wrap(text, width - _INDENT)
-        lines.append(f"{word:<{_INDENT - 1}} {texts[0]}")
-        lines.extend(" " * _INDENT + text for text in texts[1:])
+        show_option(f"  --{name} {metavar.removeprefix('{true,false}')}", f"{about} {default}")
     for name, section in Config.SECTIONS.items():
-        if not section.main:  # all of it is in --help-extra: the first help is one screen
+        if not section.main:  # all of it is in --help-extra: the first help has the settings of most runs
             continue
-        more = f" ({len(section.model_fields) - len(section.main)} more)"
-        lines.append(fit(f"{name}: {str(section.__doc__).partition('. ')[0].rstrip('.')}.", len(more)) + more)
+        more = f"({len(section.model_fields) - len(section.main)} more)"
+        lines.extend(wrapped(f"{name}: {_first_sentence(section.__doc__)}. {more}", width))
         for key in section.main:
             field = section.model_fields[key]
+            sentence = _first_sentence(field.description)
             hint = value_hint(key, field)
-            is_short = 3 * len(hint) < 2 * (width - _INDENT)  # longer choices leave no room for the meaning
-            word = f"  --{name}.{key} {show(field.get_default())}"
-            sentence = f"{str(field.description).partition('. ')[0].rstrip('.')}."
-            about = f"{hint} {sentence}"
-            has_choices = hint.startswith("{") and is_short and "true" not in hint
-            if not has_choices or len(about) > width - _INDENT:
-                about = sentence
-            lines.append(f"{word:<{_INDENT - 1}} {fit(about)}")
+            if hint.startswith("{") and "true" not in hint:
+                sentence += f" ({', '.join(hint.strip('{}').split(','))})"
+            show_option(f"  --{name}.{key} {show(field.get_default())}", f"{sentence}.")
     return "\n".join(lines)
 
 
-def _whole_clauses(text: str, width: int) -> str:
-    """Return the beginning of a sentence up to the end of a clause, in `width` columns; else whole words and dots.
-
-    Several commas make a list, and a part of a list would look complete.
-    """
-    ends = r"[:;] | \("
-    if text.count(", ") == 1:  # one comma separates clauses
-        ends = r"[,:;] | \("
-    places = [match.start() for match in re.finditer(ends, text) if _LEAST_CLAUSE <= match.start() < width]
-    if places:
-        return f"{text[: places[-1]]}."
-    return textwrap.shorten(text, width, placeholder=" ...")
+def _first_sentence(text: str | None) -> str:
+    return str(text).partition(". ")[0].rstrip(".")
 
 
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:

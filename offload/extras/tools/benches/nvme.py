@@ -77,8 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", default="1MiB", help="size of one transfer (default %(default)s)")
     parser.add_argument("--depth", type=int, default=32, help="transfers under way at once (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=15, help="rounds, after one to warm up (default %(default)s)")
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, help="engines to measure (default: those in C++)")
-    parser.add_argument("--pattern", nargs="+", choices=PATTERNS, default=list(PATTERNS), help="default: all of them")
+    engines, patterns = f"of {', '.join(ENGINES)} (default: those in C++)", f"of {', '.join(PATTERNS)} (default: all)"
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=engines)
+    parser.add_argument("--pattern", nargs="+", choices=PATTERNS, default=list(PATTERNS), metavar="NAME", help=patterns)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out even where it is installed")
 
 

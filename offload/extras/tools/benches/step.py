@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
-    parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
+    for name, choices in (("--precision", ("fp32", "bf16")), ("--recompute", ("always", "never"))):
+        about = f"of {', '.join(choices)} (default: both)"
+        parser.add_argument(name, nargs="+", choices=choices, default=choices, metavar="NAME", help=about)
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default %(default)s)")
     about = "rounds of one block each, after one to warm up (default %(default)s)"

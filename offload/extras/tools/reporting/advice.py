@@ -36,7 +36,7 @@ def advise(run: RunRecord, figures: Figures) -> tuple[Advice, ...]:
     if binding is not None:
         advice = _lanes(run, binding)
         if binding.is_serial:
-            advice = [_serial(binding)]
+            advice = _serial(binding)
         if binding.outside_s >= _WORTH * binding.step_s:
             why = f"{_of(binding.outside_s, binding)} is spent outside the engine: making batches, writing records"
             advice.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
@@ -66,14 +66,15 @@ def _of(seconds: float, binding: Binding) -> str:
     return f"{seconds_text(seconds)} of a step of {seconds_text(binding.step_s)} ({seconds / binding.step_s:.0%})"
 
 
-def _serial(binding: Binding) -> Advice:
+def _serial(binding: Binding) -> list[Advice]:
     lanes = sum(each.exposed_s for each in binding.lanes)
-    return Advice(
-        "A machine with a GPU",
+    if lanes < _WORTH * binding.step_s:
+        return []
+    why = (
         f"on a CPU one thread does all work in turn, and {_of(lanes, binding)} is copies and updates; with a GPU "
-        "these run beside compute",
-        lanes,
+        "these run beside compute"
     )
+    return [Advice("A machine with a GPU", why, lanes)]
 
 
 def _computes(run: RunRecord, binding: Binding) -> Advice:
@@ -157,7 +158,7 @@ def _planned(figures: Figures) -> list[Advice]:
     advice = []
     for each in listed:
         seconds = number(each, "step_seconds")
-        if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
+        if seconds is None or not each.get("fits") or (now is not None and seconds > (1 - _WORTH) * now):
             continue
         why = f"the plan predicts {seconds_text(seconds)} a step"
         saves_s = None
