@@ -533,6 +533,44 @@ def test_the_notebook_of_a_real_model_has_the_commands_of_the_page() -> None:
     assert "\n".join(each.removeprefix("!") for each in code[1:]) == page.strip()
 
 
+@pytest.mark.parametrize("name", ["first_steps", "prove_it", "real_model"])
+def test_a_notebook_on_an_empty_machine_gets_the_project_or_says_from_where(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: install `..` in any folder."""
+    cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    first = code[0].partition("\nos.chdir(")[0]
+    assert first.startswith("import importlib.util\n")
+    ran: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_how: ran.append(words))
+    monkeypatch.delenv("OFFLOAD", raising=False)
+    with pytest.raises(SystemExit, match="outside a clone"):
+        exec(first, {})
+    assert not ran
+    for project, commands in ((str(ROOT), []), ("https://host/offload", [["git", "clone"]])):
+        monkeypatch.setenv("OFFLOAD", project)
+        exec(first, {})
+        *before, install = ran
+        assert [words[:2] for words in before] == commands
+        assert install[-1] == f"{tmp_path / 'offload-clone' if commands else ROOT}[hf]"
+        ran.clear()
+    (tmp_path / "offload-1-py3.whl").touch()
+    exec(first, {})
+    assert ran[0][-1] == "offload-1-py3.whl[hf]"
+
+
+def test_each_cell_of_the_ways_in_is_whole() -> None:
+    """Break: end a cell in the middle of code."""
+    rows = [line for line in MAKE["ways_page"]().splitlines() if line.startswith("|")]
+    for cell in "|".join(rows).split("|"):
+        for opening, closing in ("()", "[]", "{}"):
+            assert cell.count(opening) == cell.count(closing), cell
+        assert cell.count("`") % 2 == 0, cell
+
+
 PLANNED = [
     page
     for page in RUN
