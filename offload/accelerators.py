@@ -21,6 +21,7 @@ from offload.user_cache import hash_paths, kept_bytes
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
 _BF16_CAPABILITY = 8, 0
 """First compute capability with bf16 products: Ampere."""
+_TRITON_CAPABILITY = 7, 0
 _FP8_CAPABILITY = 8, 9
 """First compute capability with FP8 products: Ada."""
 PINNING_ADVICE = (
@@ -124,12 +125,13 @@ def device_of(accelerator: Accelerator | None) -> torch.device:
     return accelerator.device
 
 
-def compiles_by_default(device: str) -> bool:
+def compiles_by_default(device: str, capability: Capability | None) -> bool:
     """True for a device, in torch notation, on which fused kernels are much faster: a CUDA or ROCm GPU.
 
-    A CPU gains little over minutes spent compiling, and the compiler may not know other devices.
+    A CPU gains little over minutes spent compiling, and the compiler may not know other devices. Triton, for kernels on
+    a GPU, begins with Volta.
     """
-    return runs_gpu_kernels(torch.device(device).type)
+    return runs_gpu_kernels(torch.device(device).type) and (capability is None or capability >= _TRITON_CAPABILITY)
 
 
 def runs_gpu_kernels(device_type: str) -> bool:
@@ -430,7 +432,7 @@ class CudaAccelerator(Accelerator):
     @property
     def capability(self) -> Capability | None:
         properties = self.module.get_device_properties(self.device)
-        if torch.version.hip or not hasattr(properties, "major"):
+        if torch.version.hip or not runs_gpu_kernels(self.device.type):
             return None
         return properties.major, properties.minor
 

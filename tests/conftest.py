@@ -115,7 +115,7 @@ def _compare_bits_on_cuda() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     from offload.planning import settings
 
-    settings.compiles_by_default = lambda _device: False  # the references are uncompiled
+    settings.compiles_by_default = lambda *_: False  # the references are uncompiled
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

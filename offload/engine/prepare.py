@@ -132,7 +132,10 @@ class EnginePlan:
 
         Allocates nothing. Collective. Raises ConfigError and DoesNotFitError.
         """
-        placement, compiles = settings.placement.share(comm.most_local), settings.compile_on(machine.device)
+        placement, compiles = (
+            settings.placement.share(comm.most_local),
+            settings.compile_on(machine.device, machine.capability),
+        )
         settings = replace(settings, device=machine.device, placement=placement, compile=compiles)
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
         return cls(settings, structure, plan)

@@ -9,6 +9,7 @@ from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
 from offload.doors import Door
 from offload.errors import format_bytes
+from offload.fused_attention import Capability
 from offload.machine.hardware import Hardware
 from offload.machine.limits import memory_limits, tightest_limit
 
@@ -91,6 +92,11 @@ class ThisMachine:
         return str(device_of(self.accelerator))
 
     @property
+    def capability(self) -> Capability | None:
+        """Compute capability; None: not an NVIDIA GPU."""
+        return self.accelerator and self.accelerator.capability
+
+    @property
     def has_accelerator(self) -> bool:
         """True if compute runs on an accelerator, so copies can overlap."""
         return self.accelerator is not None
@@ -139,6 +145,10 @@ class SpecifiedMachine:
     @property
     def device(self) -> str:
         return self.hardware.device
+
+    @property
+    def capability(self) -> Capability | None:
+        return self.hardware.capability
 
     @property
     def has_accelerator(self) -> bool:

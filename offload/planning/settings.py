@@ -16,6 +16,7 @@ from offload.accelerators import compiles_by_default, parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, nearest, shorten
+from offload.fused_attention import Capability
 from offload.lanes.timeline import LANES, Throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
@@ -177,11 +178,11 @@ class Settings:
         """Throttles by link name."""
         return parse_throttle(self.throttle)
 
-    def compile_on(self, device: str) -> str:
+    def compile_on(self, device: str, capability: Capability | None = None) -> str:
         """Return `compile` without auto: always or never, for a device in torch notation."""
         if self.compile != "auto":
             return self.compile
-        if compiles_by_default(device):
+        if compiles_by_default(device, capability):
             return "always"
         return "never"
 

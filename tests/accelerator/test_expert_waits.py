@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import AdamW, Engine
-from offload.extras.large import cut_experts
+from offload.extras.large import cut_experts, record_forward
 from offload.extras.large.streamed_experts import StreamedExperts
 from tests.accelerator.control import Control
 from tests.cases.models import build, tokens
@@ -71,3 +71,18 @@ def test_the_host_waits_once_a_layer_and_pass(
         return
     assert waits.count(1) == 2 * 2  # passes, layers
     assert set(waits) <= {0, 1}  # 0: a recompute takes the outputs of the forward
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0), (12, 1)])
+def test_cards_without_a_kernel_for_groups_loop_without_waits(
+    sim: Control, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own loop reads where groups end, once a product. Break: ask for the dtype alone."""
+    monkeypatch.setattr(record_forward, "capability_of", lambda _: capability)
+    waits = count_waits(sim, monkeypatch)
+    with Engine(of_family("qwen3_moe", 4), AdamW(), streamed(), recompute="always", precision="bf16") as engine:
+        engine.step(tokens(0, device="cpu"))
+        waits.clear()
+        engine.step(tokens(1, device="cpu"))
+    assert waits.count(1) == 2 * 2
+    assert set(waits) <= {0, 1}

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+from offload.accelerators import capability_of
 from tests.accelerator.build import build
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
@@ -100,3 +101,8 @@ def test_nothing_is_built_twice(sim):
     library = build()
     before = library.stat().st_mtime_ns
     assert build().stat().st_mtime_ns == before
+
+
+def test_the_rules_of_cards_are_not_for_other_devices() -> None:
+    """Break: take the number of any device for a compute capability."""
+    assert capability_of(torch.device("sim", 0)) is None

@@ -198,6 +198,8 @@ def test_auto_compiles_on_a_gpu_alone() -> None:
     assert found == {"cpu": "never", "cuda": "always", "cuda:1": "always", "xpu": "never", "mps": "never"}
     for how in ("always", "never"):
         assert {Settings(compile=how).compile_on(device) for device in found} == {how}
+    by_card = [Settings().compile_on("cuda", capability) for capability in ((6, 0), (6, 1), (7, 0), (7, 5), (12, 1))]
+    assert by_card == ["never"] * 2 + ["always"] * 3, "Triton knows no GPU before Volta"
     assert Settings(sequence_parallel=2).compile_on("cuda") == "never"
     assert Settings(placement={"experts": "streamed"}).compile_on("cuda") == "never"
 

@@ -66,7 +66,7 @@ def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> Non
 def test_compiled_blocks_get_rows_of_one_length_instead(run: Any, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is compiled already when documents turn out to be mixed."""
     monkeypatch.setattr(compiled_forwards, "BACKEND", "eager")
-    monkeypatch.setattr(settings, "compiles_by_default", lambda device: True)
+    monkeypatch.setattr(settings, "compiles_by_default", lambda *_: True)
     result, _, said = run("run", "mamba", data__source=chats, train__steps=1)
     assert "blocks are compiled" in said
     assert "group_by_length: false" in (result.dir / "config.yaml").read_text()

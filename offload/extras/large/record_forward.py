@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
+from offload.accelerators import capability_of
 from offload.engine.comparison import are_near, same_bits
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.unit import Unit
@@ -22,6 +23,8 @@ Product = Callable[[Tensor, str], Tensor]
 """Rows [rows, width] times the weights with a name, plus the bias, by expert."""
 _ROWS = 8
 """Rows for each expert in the trials."""
+_GROUPING = 9, 10
+"""Major capabilities for which torch has a kernel for grouped products."""
 
 
 class RecordForward:
@@ -169,10 +172,15 @@ class RecordForward:
 
 
 def _can_group(rows: Tensor) -> bool:
-    """True if grouped products need no wait for the device: on a GPU in bf16 alone. For other dtypes torch reads where
-    groups end, and runs one product after the other. Autocast does not know the operation.
+    """True if grouped products need no wait for the device: in bf16 on Hopper, B200 and B300 alone. Elsewhere torch
+    reads where groups end, and runs one product after the other. Autocast does not know the operation.
     """
-    return (rows.is_cpu or rows.dtype == torch.bfloat16) and not torch.is_autocast_enabled(rows.device.type)
+    if rows.is_cpu:
+        has_kernel = True
+    else:
+        capability = capability_of(rows.device)
+        has_kernel = rows.dtype == torch.bfloat16 and (capability is None or capability[0] in _GROUPING)
+    return has_kernel and not torch.is_autocast_enabled(rows.device.type)
 
 
 class _AddBias(torch.autograd.Function):
