@@ -98,6 +98,37 @@ def test_one_query_over_a_cache_and_sixteen_bits() -> None:
         assert float((its - right).norm() / right.norm()) < 1e-2
 
 
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            self.dtypes |= {each.dtype for each in args}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", ["padded", "added by head", "nothing seen"])
+def test_a_gpu_multiplies_in_the_dtype_of_the_operands(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention does, and fp32 has no tensor cores. Break: cast the operands; sum gradients of keys in bf16."""
+    torch.manual_seed(0)
+    made = MASKS[mask]()
+    inputs = inputs_of(dtype=torch.bfloat16)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = with_gradients(partial(by_scores, mask=made), exact)
+    monkeypatch.setattr(sink_operation, "_operand_dtype", lambda query: query.dtype)
+    with torch.no_grad(), Products() as products:  # a mode is off inside an operation: so its functions alone
+        result, sums = sink_operation._forward(*inputs, made, None)
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result.dtype)
+        found = [result, *sink_operation._backward(weights, *inputs, made, result, sums, None)]
+    assert products.dtypes == {torch.bfloat16}
+    for own, other in zip(found, wanted, strict=True):
+        assert (own.double() - other).norm() <= 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
 def test_a_fused_kernel_takes_the_sums_with_the_sink(

@@ -91,23 +91,24 @@ def _chunks(query: Tensor, key: Tensor, mask: Tensor | None) -> Iterator[_Chunk]
 
 
 class _Heads:
-    """Attention's operands in fp32 (fp64 for fp64), with the query heads of a key head beside it.
+    """Attention's operands, with the query heads of a key head beside it. Sums are in fp32 (fp64 for fp64).
 
     A chunk of queries is [rows, key heads, group * queries, width]: so no key is copied for the heads of its group.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scaling: float | None) -> None:
         self.dtype = _exact(query.dtype)
+        self._operands = _operand_dtype(query)
         self.group = query.shape[1] // key.shape[1]
         self.query = self.grouped(query)
-        self.key = key.to(self.dtype)
-        self.value = value.to(self.dtype)
+        self.key = key.to(self._operands)
+        self.value = value.to(self._operands)
         self.sinks = sinks.to(self.dtype).view(-1, 1)
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """Return [rows, key heads, group, queries, width] for [rows, heads, queries, width]."""
-        return tensor.to(self.dtype).unflatten(1, (-1, self.group))
+        return tensor.to(self._operands).unflatten(1, (-1, self.group))
 
     def part(self, grouped: Tensor, chunk: _Chunk) -> Tensor:
         """Return the queries of a chunk."""
@@ -116,7 +117,7 @@ class _Heads:
     def scores(self, chunk: _Chunk) -> Tensor:
         """Return the masked scores of a chunk, [rows, heads, queries, keys]."""
         products = self.part(self.query, chunk) @ self.key[chunk.rows, :, chunk.keys].mT
-        scores = self.by_head(products, chunk) * self.scaling
+        scores = self.by_head(products.to(self.dtype), chunk) * self.scaling
         if chunk.mask is None:
             return scores
         if chunk.mask.dtype == torch.bool:
@@ -129,8 +130,15 @@ class _Heads:
         return products.unflatten(2, (self.group, num_queries)).flatten(1, 2)
 
     def of_keys(self, by_head: Tensor) -> Tensor:
-        """Return [rows, key heads, group * queries, any] for [rows, heads, queries, any]."""
-        return by_head.unflatten(1, (-1, self.group)).flatten(2, 3)
+        """Return an operand [rows, key heads, group * queries, any] for [rows, heads, queries, any]."""
+        return by_head.to(self._operands).unflatten(1, (-1, self.group)).flatten(2, 3)
+
+
+def _operand_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that products take: fp32 on a CPU. On a GPU that has no fast kernel, so the query's, as in eager
+    attention.
+    """
+    return _exact(query.dtype) if query.is_cpu else query.dtype
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -186,14 +194,14 @@ def _backward(
         heads = _Heads(query, key, value, sinks, scaling)
         gradients = heads.grouped(gradient.transpose(1, 2))
         of_query = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        of_key, of_value = torch.zeros_like(heads.key), torch.zeros_like(heads.value)
+        of_key, of_value = (torch.zeros_like(each, dtype=heads.dtype) for each in (heads.key, heads.value))
         totals = sums.view(len(sums), len(query), -1).transpose(0, 1).unsqueeze(-1)  # [rows, heads, queries, 1]
         deltas = dots.transpose(1, 2).unsqueeze(-1)
         for chunk in _chunks(query, key, mask):
             weights = heads.scores(chunk).sub_(totals[chunk.rows, :, chunk.queries]).exp_()
             its = heads.part(gradients, chunk)
             of_value[chunk.rows, :, chunk.keys] += heads.of_keys(weights).mT @ its
-            of_weights = heads.by_head(its @ heads.value[chunk.rows, :, chunk.keys].mT, chunk)
+            of_weights = heads.by_head((its @ heads.value[chunk.rows, :, chunk.keys].mT).to(heads.dtype), chunk)
             of_scores = heads.of_keys(weights * (of_weights - deltas[chunk.rows, :, chunk.queries]) * heads.scaling)
             of_queries = heads.by_head(of_scores @ heads.key[chunk.rows, :, chunk.keys], chunk)
             of_query[chunk.rows, chunk.queries] = of_queries.transpose(1, 2).to(query.dtype)
