@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
 from offload.app.config.sections import ModelSection
 from offload.app.hf.models import (
     BuiltModel,
     is_found,
-    is_pretrained,
     load_model_config,
-    locate,
     max_positions,
     model_kind,
     rope_limit,
@@ -34,7 +34,11 @@ KEYS = "distill.teacher", "prefs.reference"
 def companion_at(config: Config, key: str) -> Iterator[ModelSection]:
     """Context with the model named by the setting `key`. Errors name this setting in place of model.path."""
     try:
-        yield ModelSection(path=config.get(key), attention=config.model.attention)
+        name = config.get(key)
+        if name in PRESETS and not Path(name).exists():
+            yield ModelSection(preset=name, attention=config.model.attention)
+        else:
+            yield ModelSection(path=name, attention=config.model.attention)
     except ConfigError as error:
         raise type(error)(str(error).replace("model.path", key)) from error
 
@@ -50,16 +54,10 @@ def rope_limits(config: Config, architecture: PreTrainedConfig) -> int | None:
 
 
 def check_companion(config: Config, key: str, architecture: PreTrainedConfig, num_tokens: int) -> None:
-    """Raise ConfigError if the model named by the setting `key` has no weights, or no probabilities for the tokens of
-    the run.
-    """
+    """Raise ConfigError if the model named by the setting `key` has no probabilities for the tokens of the run."""
     length, most = int(config.data.sequence_length or 0), max_positions(architecture)
-    with companion_at(config, key) as section:
-        folder = locate(section)
     reason = ""
-    if not is_pretrained(section, folder):
-        reason = "which has no weights: only a folder or a hub name has them"
-    elif (kind := model_kind(architecture).name) != "causal":
+    if (kind := model_kind(architecture).name) != "causal":
         reason = f"a model of the kind {kind}: only causal language models have probabilities of the next token"
     elif (own := vocab_size(architecture)) < num_tokens:  # more rows than tokens are padding, and left out
         reason = f"which has probabilities for {own:,} tokens, but the model has {num_tokens:,}"

@@ -331,7 +331,12 @@ class _Build:
         )
 
     def build_other(self, config: Config, section: ModelSection) -> BuiltModel:
-        """Return another model, unfilled, which does not train."""
+        """Return another model, unfilled, which does not train. Raises ConfigError without weights."""
+        if not is_pretrained(section, locate(section)):
+            raise ConfigError(
+                f"model.path is {section.path or section.preset}, which has no weights: a plan takes a preset or a "
+                "config.json, and a run a folder or a hub name."
+            )
         built = build_model(
             section,
             seed=config.run.seed,

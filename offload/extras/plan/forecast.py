@@ -225,6 +225,9 @@ class Forecast:
             "fits": self.fits,
             "model": self.name,
             "num_parameters": self.num_parameters,
+            "precision": self.config.train.precision,
+            "rows": self.config.num_rows,
+            "sequence_length": self.config.data.sequence_length,
             "machine": self.hardware.name,
             "ranks": self.num_ranks,
             "machines": self.hardware.num_machines,
@@ -644,7 +647,9 @@ def _on_shapes(section: ModelSection) -> BuiltModel:
     quantization = quantization_settings(architecture)
     model = empty_model(section, architecture)
     quantized: Mapping[nn.Parameter, Codec] = {}
-    if folder is not None and is_pretrained(section, folder):
+    if folder is None or not any(folder.glob("*.safetensors")):  # as a download would be
+        model.to(architecture.dtype or torch.bfloat16)
+    elif is_pretrained(section, folder):
         model.to(architecture.dtype or stored_dtype(folder, quantization))
         if quantization is not None:
             quantized = quantized_parameters(model, folder, quantization)
