@@ -722,7 +722,7 @@ class PrefsSection(Section):
 
     reference: str | None = None
     """Folder (or hub name) of the reference of train.method dpo, a causal language model with the tokens of the trained
-    model. none: the initial model.
+    model. none: the initial model. A plan also takes a preset or a config.json.
     """
     way: Literal["stored", "beside"] = "stored"
     """stored: the log-probabilities are measured once, within the same budgets, before the trained model is in memory.
@@ -735,7 +735,8 @@ class DistillSection(Section):
 
     teacher: str | None = None
     """Folder (or hub name) of the teacher, a causal language model with the tokens of the trained model. The weights
-    stream like other frozen weights: offload.parameters, offload.frozen_weights.
+    stream like other frozen weights: offload.parameters, offload.frozen_weights. A plan also takes a preset or a
+    config.json.
     """
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Divergence. 0: forward KL, from the teacher to the model. 1: reverse KL. Between: generalized Jensen-Shannon
