@@ -1,50 +1,31 @@
 """The plans behind the page "Will it fit?": models, cards, numbers of cards, hosts, a disk or none, three methods.
 
-python -m benchmarks.fit_grid              # plans what fit.json lacks: an hour on two cores in all; then make docs
-python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
-
-Each model and method goes to fit.partial.json at once, and the next run continues from there. `--models` and `--cards`
-choose a part to plan, beside the plans of the file. `--workers` counts processes.
-
-Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
-`benchmarks/plan_tables.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
-the system. A plan with a disk is made only where the plan without one does not fit. The plan of the largest host serves
-every smaller host that has room for it. The shapes of the models are presets (`offload/app/config/presets.py`).
+`python -m benchmarks.forecasts --only fit` makes them. Every plan has 16 rows with 4096 tokens a step, in bf16, with
+AdamW and clipping, everything else `auto`, as in `benchmarks/plan_tables.py`. A card computes at most 4 rows at a time,
+or 1 where 4 do not fit. A plan with a disk is made only where the plan without one does not fit. The plan for the
+largest host serves every smaller one that has room for it. Shapes are presets (`offload/app/config/presets.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import itertools
 import json
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.plan_tables import SETTINGS, SYSTEM_GIB
-from offload.app.config.command_line import say
+from benchmarks.plan_tables import SETTINGS, scratch
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
-from offload.app.hf.models import quiet_transformers
 from offload.errors import OffloadError
 from offload.extras.plan.alternatives import place
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
-from offload.machine.hardware import Hardware
+from offload.machine.hardware import SYSTEM_BYTES, Hardware
 
-SUMMARY = "the plans behind the page about which models fit"
-RESULT = harness.RESULTS / "fit.json"
-PARTIAL = RESULT.with_name("fit.partial.json")
-COMMAND = "python -m benchmarks.fit_grid"
 GIB = 1 << 30
+SYSTEM_GIB = SYSTEM_BYTES // GIB
 MAX_MICRO_ROWS = 4
 HOST_SHARE = 0.95
 """The plan of the largest host is also the plan of a host if it takes at most this share of the host memory."""
@@ -62,11 +43,18 @@ _LORA = {"lora.rank": 16, "lora.alpha": 32, "lora.target_modules": "all-linear"}
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | {"offload.frozen_weights": "nf4"}}
 SMALL = ("rtx-4070",)
 """One card in a small desktop."""
+LARGE = (
+    "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Mistral-Nemo-12B", "Mistral-Small-24B", "Mixtral-8x7B", "Gemma-2-9B",
+    "Phi-4", "gpt-oss-20b", "Llama-3.1-70B",
+)  # fmt: skip
+"""Models without plans for such a card."""
 DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
 SERVER = ("l40s", "a100-80", "h100", "h200", "b200")
 OWN_HOST = ("gb10",)
 """One card with its own host memory, in one size."""
 CARDS = (*SMALL, *DESKTOP, *SERVER, *OWN_HOST)
+FIRST = ("rtx-4070", "rtx-4080", "rtx-4090", "rtx-5090", "h100")
+"""Cards in the tables of the page."""
 COUNTS = (1, 2, 8)
 HOSTS_GIB = (16, 32, 64, 128, 256, 1024)
 
@@ -88,7 +76,7 @@ def budget(card: str) -> int:
 def hosts(card: str, count: int) -> list[int]:
     """Return the sizes of host memory for a number of cards in GiB; empty for a number that is not in the grid."""
     if card in OWN_HOST:
-        own = machine(card).host_bytes // GIB + SYSTEM_GIB
+        own = machine(card).all_host_bytes // GIB
         return [own] if count == 1 else []
     if card in SMALL:
         return [size for size in HOSTS_GIB if size <= 128] if count == 1 else []
@@ -139,8 +127,9 @@ class ModelPlans:
     """Plans for one model and one method. Structures and workloads are measured once."""
 
     def __init__(self, name: str, method: str, folder: Path) -> None:
+        self.folder = folder
         path = folder / name  # a folder: frozen weights keep the dtype of the checkpoint
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(MODELS[name] | {"dtype": "bfloat16"}), encoding="utf-8")
         self._method, self._path = method, str(path)
         self._forecaster = Forecaster(self._config(1, 1, False), 1)
@@ -158,7 +147,7 @@ class ModelPlans:
 
     def plan(self, card: str, count: int, host_gib: int, has_disk: bool, rows: int = MAX_MICRO_ROWS) -> Forecast:
         """Return the plan for one point, as `offload plan` makes it; without times if it does not fit."""
-        hardware = machine(card).with_(host_bytes=(host_gib - SYSTEM_GIB) * GIB, num_devices=count)
+        hardware = machine(card).with_host_memory(host_gib * GIB).with_(num_devices=count)
         self._forecaster.num_ranks = count
         self.num_plans += 1
         config, forecaster = self._config(rows, count, has_disk), self._forecaster
@@ -209,29 +198,12 @@ def _gib(num_bytes: int) -> float:
     return int(size) if size >= 100 or size == int(size) else size
 
 
-def plan_all(name: str, method: str, cards: Sequence[str]) -> tuple[dict[str, Any], int, float]:
-    """Return the rows for a model and a method by card and number of cards, the number of plans, and the seconds."""
-    import torch
-
-    torch.set_num_threads(1)
-    quiet_transformers()
-    begin = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        plans = ModelPlans(name, method, Path(folder))
-        found: dict[str, Any] = {"parameters": plans.num_parameters, "cards": {}}
-        try:
-            for card, count, sizes in points(cards):
-                found["cards"].setdefault(card, {})[str(count)] = plans.rows(card, count, sizes)
-        except (CannotPlanError, OffloadError) as error:
-            found = {"parameters": found["parameters"], "refusal": str(error).replace(f"{folder}/", "")}
-    return found, plans.num_plans, time.process_time() - begin
-
-
-def lacking_cards(found: dict[str, Any] | None, cards: Sequence[str]) -> Sequence[str]:
-    """Return the cards without plans for a model and a method: none after a refusal."""
-    if found is None:
-        return cards
-    return () if found.get("refusal") else tuple(card for card in cards if card not in found["cards"])
+@functools.lru_cache(maxsize=1)
+def plans_of(name: str, method: str) -> ModelPlans:
+    """Return the plans for a model and a method; one of them at a time."""
+    folder = scratch() / method
+    folder.mkdir(exist_ok=True)
+    return ModelPlans(name, method, folder)
 
 
 def written(document: dict[str, Any]) -> str:
@@ -248,60 +220,59 @@ def written(document: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + ',\n"models": {\n' + ",\n".join(models) + "\n}\n}\n"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--cards", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--again", action="store_true", help="plan the models again on the cards")
+class Points:
+    """The entries of the page: a model and a method on a card."""
 
+    path = harness.RESULTS / "fit.json"
+    page = None
 
-def run(arguments: argparse.Namespace) -> harness.Page:
-    """Plan the missing points of the models and cards; write the result file once all are there."""
-    document = begun(arguments)
-    planned = document["models"]
+    def names(self) -> dict[str, str]:
+        """Return the described machine by name of an entry. The cards of the page's tables come first."""
+        cards = sorted(CARDS, key=lambda card: card not in FIRST)
+        return {
+            f"{name}, {method}, {card}": card
+            for card in cards
+            for name in MODELS
+            for method in METHODS
+            if card not in SMALL or name not in LARGE
+        }
 
-    def missing() -> dict[tuple[str, str], Sequence[str]]:
-        keys = itertools.product(arguments.models, METHODS)
-        cards = {key: lacking_cards(planned.get(key[0], {}).get(key[1]), arguments.cards) for key in keys}
-        return {key: lacking for key, lacking in cards.items() if lacking}
+    def make(self, name: str) -> dict[str, Any]:
+        """Return the rows by number of cards, or a refusal."""
+        import torch
 
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        tasks = {pool.submit(plan_all, *key, lacking): key for key, lacking in missing().items()}
-        for number, task in enumerate(as_completed(tasks), start=1):
-            name, method = tasks[task]
-            try:
-                found, num_plans, seconds = task.result()
-            except Exception as error:  # the next run tries it again
-                say(f"{number} of {len(tasks)}: {name}, {method}: {error!r}")
-                continue
-            methods = planned.setdefault(name, {})
-            cards = methods.get(method, {}).get("cards", {}) | found.get("cards", {})
-            methods[method] = found | {"cards": {card: cards[card] for card in CARDS if card in cards}}
-            PARTIAL.write_text(written(document))
-            say(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU")
-    if missing():
-        return harness.Page(f"plans are missing; {PARTIAL.name} has the others", document)
-    RESULT.write_text(written(document))
-    PARTIAL.unlink(missing_ok=True)
-    return harness.Page(f"{RESULT.name} is complete", document)
+        torch.set_num_threads(1)
+        model, method, card = name.split(", ")
+        plans = plans_of(model, method)
+        made: dict[str, Any] = {"parameters": plans.num_parameters}
+        try:
+            return made | {"rows": {str(count): plans.rows(card, count, sizes) for _, count, sizes in points([card])}}
+        except (CannotPlanError, OffloadError) as error:
+            return made | {"refusal": str(error).replace(f"{plans.folder}/", "")}
 
+    def entry(self, document: Mapping[str, Any], name: str) -> Any:
+        """Return the rows of an entry; None: not planned yet."""
+        model, method, card = name.split(", ")
+        found = document.get("models", {}).get(model, {}).get(method, {})
+        return found.get("refusal") or found.get("cards", {}).get(card)
 
-def begun(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the result file so far, without the plans to make again."""
-    before = json.loads((PARTIAL if PARTIAL.is_file() else RESULT).read_text())["models"]
-    for name in arguments.models if arguments.again else ():
-        for plans in before.get(name, {}).values():
-            plans.pop("refusal", None)
-            plans["cards"] = {card: rows for card, rows in plans["cards"].items() if card not in arguments.cards}
-    return {
-        "command": COMMAND,
-        "settings": {method: flags(method, MAX_MICRO_ROWS, 1, False) for method in METHODS},
-        "system_gib": SYSTEM_GIB,
-        "cards": described(),
-        "models": before,
-    }
+    def put(self, document: dict[str, Any], name: str, made: Mapping[str, Any]) -> None:
+        """Put an entry into the document."""
+        model, method, card = name.split(", ")
+        found = document.setdefault("models", {}).setdefault(model, {}).setdefault(method, {"cards": {}})
+        found["parameters"] = made["parameters"]
+        if "refusal" in made:
+            found |= {"refusal": made["refusal"], "cards": {}}
+            return
+        found.pop("refusal", None)
+        cards = found["cards"] | {card: made["rows"]}
+        found["cards"] = {each: cards[each] for each in CARDS if each in cards}
 
-
-if __name__ == "__main__":
-    harness.begin(sys.modules[__name__])
+    def written(self, document: Mapping[str, Any]) -> str:
+        """Return the text of the result file."""
+        known = {
+            "settings": {method: flags(method, MAX_MICRO_ROWS, 1, False) for method in METHODS},
+            "system_gib": SYSTEM_GIB,
+            "cards": described(),
+        }
+        return written({**known, "models": document["models"]})

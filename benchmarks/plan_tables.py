@@ -1,70 +1,51 @@
 """Forecasts for models, cards and hosts of common sizes: the page of plans, and the tables of the README.
 
-python -m benchmarks.plan_tables models > docs/plans.md                           # seconds a plan
-python -m benchmarks.plan_tables readme --out benchmarks/results/readme.json      # minutes; then python docs/make.py
+`python -m benchmarks.forecasts` makes them. Plans are for all parameters, with AdamW and clipping, in rows of 4096
+tokens, by the described machines (`offload/extras/plan/described/`). Shapes are presets
+(`offload/app/config/presets.py`); nothing is downloaded. The first row of the README by command, with its tokens a
+second:
 
-Plans are for all parameters, with AdamW and clipping, in rows of 4096 tokens, by the described machines
-(`offload/extras/plan/described/`). Shapes are presets (`offload/app/config/presets.py`); nothing is downloaded. One row
-of the README by command, here the first one, with 917 tokens a second:
-
-offload plan --model.path Qwen/Qwen3-14B --hardware rtx-4090 --host-memory 252GiB \\
-    --data.sequence_length 4096 --train.batch_size 16 --train.micro_batch_size 4
-
-A host has 4 GiB less than the table says, because the system keeps them; with all 256 GiB, the plan says some 900.
+offload plan --model.preset qwen3-14b --hardware rtx-4090 --host-memory 256GiB --offload.nvme_dir /tmp \\
+    --data.sequence_length 4096 --train.batch_size 16 --train.micro_batch_size 2
 """
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import functools
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from offload.app.config.command_line import say
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
-from offload.app.hf.models import quiet_transformers
 from offload.errors import format_bytes
 from offload.extras.plan.alternatives import MAX_FORECASTS, Tries, apply_change, find_fix, place, to_flags
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
-SUMMARY = "forecasts for models, cards and hosts of common sizes"
-QUICK = {"models": ["Llama-3.1-8B"]}
 SEQUENCE = 4096
-SYSTEM_GIB = 4
-"""Host memory left to the system."""
 Changes = Iterable[Mapping[str, Any]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="some of the models alone")
+@functools.cache
+def scratch() -> Path:
+    """Return a folder for configurations, which ends with the process."""
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    return Path(made.name)
 
 
-def run(arguments: argparse.Namespace) -> harness.Page:
-    """Return the table."""
-    quiet_transformers()
-    with tempfile.TemporaryDirectory() as folder:
-        return TABLES[arguments.table](arguments.models, Path(folder))
-
-
-def forecasters_of(
-    folder: Path, shapes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> dict[str, Forecaster]:
-    """Return a forecaster for each model; the shapes stay in the folder."""
-    found = {}
-    for name, shape in shapes.items():
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(shape), encoding="utf-8")
-        found[name] = Forecaster(Config.load(None, {"model.path": str(path), **settings}), 1)
-    return found
+@functools.lru_cache(maxsize=1)
+def forecaster_of(model: str) -> Forecaster:
+    """Return the forecaster for a model of `MODELS`."""
+    path = scratch() / f"{model}.json"
+    path.write_text(json.dumps(MODELS[model]), encoding="utf-8")
+    return Forecaster(Config.load(None, {"model.path": str(path), **SETTINGS}), 1)
 
 
 def fastest(forecaster: Forecaster, hardware: Hardware, changes: Changes) -> Forecast | None:
@@ -80,7 +61,7 @@ def fastest(forecaster: Forecaster, hardware: Hardware, changes: Changes) -> For
 MODELS: dict[str, dict[str, Any]] = {
     name: PRESETS[name.lower()] for name in ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
 }
-GPUS = {"24 GB (RTX 4090)": "rtx-4090", "80 GB (H100)": "h100", "141 GB (H200)": "h200"}
+GPUS = {"rtx-4090": "24 GB (RTX 4090)", "h100": "80 GB (H100)", "h200": "141 GB (H200)"}
 HOSTS_GIB = (64, 128, 512)
 SETTINGS = {
     "data.sequence_length": SEQUENCE,
@@ -92,32 +73,57 @@ PLANS_HEAD = """# Plans
 
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
-as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
-the system's. Later steps use the rest of the device's budget too, for larger slots. GPUs, links, hosts' memory and
+as the search places it, or with the smallest change that fits, where that does not. Of a host's memory the system keeps
+4 GiB. Later steps use the rest of the device's budget too, for larger slots. GPUs, links, hosts' memory and
 disks are those of `offload/extras/plan/described/`, where a figure has its source; times are forecast, not measured.
-The share is of the products that the GPU could make. Made by `python -m benchmarks.plan_tables models > docs/plans.md`;
-`python -m offload.plan` lists one of them by name.
+The share is of the products that the GPU could make. Made by `python -m benchmarks.forecasts`; `python -m offload.plan`
+lists one of them by name.
 """
 TIERS = {"device": ("device",), "host": ("cpu", "pinned"), "disk": ("nvme",)}
 
 
-def plans_page(models: list[str] | None, folder: Path) -> harness.Page:
-    """Return the page: a section for a model, a row for a GPU, a column for a size of host memory."""
-    shapes = {name: shape for name, shape in MODELS.items() if models is None or name in models}
-    lines, figures = [PLANS_HEAD], {}
-    for name, forecaster in forecasters_of(folder, shapes, SETTINGS).items():
-        figures[name] = {gpu: planned_cells(forecaster, forecaster.config, its) for gpu, its in GPUS.items()}
-        titles = ["", *(f"host {size} GiB" for size in HOSTS_GIB)]
-        cells = ([gpu, *row] for gpu, row in figures[name].items())
-        lines += [f"## {name}\n", harness.table(titles, *cells), ""]
-        say(name)
-    return harness.Page("\n".join(lines) + "\n", figures)
+class PlanRows:
+    """The rows of docs/plans.md: a model on a card, with each size of host memory."""
+
+    path = harness.RESULTS / "plans.json"
+    page = harness.ROOT / "docs" / "plans.md"
+
+    def names(self) -> dict[str, str]:
+        """Return the described machine by name of an entry."""
+        return {f"{model}, {gpu}": gpu for model in MODELS for gpu in GPUS}
+
+    def make(self, name: str) -> list[str]:
+        """Return the cells of a row."""
+        model, gpu = name.split(", ")
+        forecaster = forecaster_of(model)
+        return planned_cells(forecaster, forecaster.config, gpu)
+
+    def entry(self, document: Mapping[str, Any], name: str) -> Any:
+        """Return a stored row; None: not planned yet."""
+        return document.get(name)
+
+    def put(self, document: dict[str, Any], name: str, made: Any) -> None:
+        """Put a row into the document."""
+        document[name] = made
+
+    def written(self, document: Mapping[str, Any]) -> str:
+        """Return the text of the result file."""
+        return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
+
+    def text(self, document: Mapping[str, Any]) -> str:
+        """Return the page: a section for a model, a row for a GPU, a column for a size of host memory."""
+        lines = [PLANS_HEAD]
+        for model in MODELS:
+            titles = ["", *(f"host {size} GiB" for size in HOSTS_GIB)]
+            cells = ([title, *document.get(f"{model}, {gpu}", ["not planned yet"] * 3)] for gpu, title in GPUS.items())
+            lines += [f"## {model}\n", harness.table(titles, *cells), ""]
+        return "\n".join(lines)
 
 
 def planned_cells(forecaster: Forecaster, config: Config, described: str) -> list[str]:
     """Return the table cells of one row: a machine with each size of host memory."""
     machine = read_machine(described)
-    hosts = [machine.with_(host_bytes=(size - SYSTEM_GIB) << 30) for size in HOSTS_GIB]
+    hosts = [machine.with_host_memory(size << 30) for size in HOSTS_GIB]
     return [fitting(forecaster, config, hardware) for hardware in hosts]
 
 
@@ -153,7 +159,6 @@ ROWS: tuple[tuple[str, str, int, str | None], ...] = (
     ("Qwen3-14B", "rtx-4090", 128, None),
     ("Llama-3.1-8B", "rtx-4090", 128, None),
     ("Llama-3.1-8B", "rtx-4090", 64, None),
-    ("Llama-3.1-8B", "rtx-4090", 128, "14GiB"),
     ("Qwen3-32B", "h100", 512, None),
 )
 """Model, machine, host GiB, budget for the device (None: all of the card)."""
@@ -173,30 +178,63 @@ SHORT = {"train.batch_size": 1, "data.sequence_length": 256}
 """Few tokens for the table of host memory."""
 
 
-def readme_tables(models: list[str] | None, folder: Path) -> harness.Page:
-    """Return the rows of both tables."""
-    chosen = [row for row in ROWS if models is None or row[0] in models]
-    shapes = {name: MODELS[name] for name in dict.fromkeys(model for model, *_ in chosen)}
-    forecasters = forecasters_of(folder, shapes, SETTINGS)
-    held = {
-        option: {name: on_the_host(forecaster, change) for name, forecaster in forecasters.items()}
-        for option, change in OPTIONS.items()
-    }
-    figures = {
-        "tokens_a_step": SETTINGS["train.batch_size"] * SEQUENCE,
-        "parameters": {name: harness.num_parameters(shape) for name, shape in (shapes | MEASURED).items()},
-        "rows": [readme_row(forecasters[row[0]], *row) for row in chosen],
-        "held": held,
-    }
-    return harness.Page(json.dumps(figures, indent=1), figures)
+class ReadmeRows:
+    """The rows of the README's forecasts, and the columns of its table of host memory."""
+
+    path = harness.RESULTS / "readme.json"
+    page = None
+
+    def names(self) -> dict[str, str]:
+        """Return the described machine by name of an entry."""
+        rows = {", ".join(map(str, row)): row[1] for row in ROWS}
+        return rows | dict.fromkeys(
+            (f"{model}, on the host" for model in dict.fromkeys(row[0] for row in ROWS)), "rtx-4090"
+        )
+
+    def make(self, name: str) -> Any:
+        """Return a row, or the bytes held on the host by option."""
+        forecaster = forecaster_of(name.partition(", ")[0])
+        for row in ROWS:
+            if name == ", ".join(map(str, row)):
+                return readme_row(forecaster, *row)
+        return {option: on_the_host(forecaster, change) for option, change in OPTIONS.items()}
+
+    def entry(self, document: Mapping[str, Any], name: str) -> Any:
+        """Return a stored row or column; None: not planned yet."""
+        if name.endswith(", on the host"):
+            model = name.partition(", ")[0]
+            held = document.get("held", {})
+            return {option: held[option][model] for option in OPTIONS} if model in held.get("default", {}) else None
+        return next((row for row in document.get("rows", ()) if self._name(row) == name), None)
+
+    def put(self, document: dict[str, Any], name: str, made: Any) -> None:
+        """Put a row or a column into the document."""
+        if name.endswith(", on the host"):
+            for option in OPTIONS:
+                document.setdefault("held", {}).setdefault(option, {})[name.partition(", ")[0]] = made[option]
+            return
+        rows = {self._name(row): row for row in document.get("rows", ())} | {name: made}
+        document["rows"] = [rows[each] for each in self.names() if each in rows]
+
+    def written(self, document: Mapping[str, Any]) -> str:
+        """Return the text of the result file."""
+        shapes = {model: MODELS[model] for model in dict.fromkeys(row[0] for row in ROWS)} | MEASURED
+        known = {
+            "tokens_a_step": SETTINGS["train.batch_size"] * SEQUENCE,
+            "parameters": {name: harness.num_parameters(shape) for name, shape in shapes.items()},
+        }
+        return json.dumps(known | {key: document[key] for key in ("rows", "held") if key in document}, indent=1) + "\n"
+
+    def _name(self, row: Mapping[str, Any]) -> str:
+        return ", ".join(map(str, (row["model"], row.get("machine"), row["host_gib"], row["device_memory"])))
 
 
 def readme_row(forecaster: Forecaster, model: str, gpu: str, host_gib: int, budget: str | None) -> dict[str, Any]:
     """Return one row of the table of speeds, for the fastest micro-batch."""
-    hardware = read_machine(gpu).with_(host_bytes=(host_gib - SYSTEM_GIB) << 30)
+    hardware = read_machine(gpu).with_host_memory(host_gib << 30)
     limit = {} if budget is None else {"offload.device_memory": budget}
     plan = fastest(forecaster, hardware, ({"train.micro_batch_size": rows} | limit for rows in MICRO_ROWS))
-    row = {"model": model, "gpu": hardware.name, "host_gib": host_gib, "device_memory": budget}
+    row = {"model": model, "machine": gpu, "gpu": hardware.name, "host_gib": host_gib, "device_memory": budget}
     if plan is None or plan.timing is None:
         return row | {"fits": False}
     return row | {
@@ -217,9 +255,3 @@ def on_the_host(forecaster: Forecaster, option: Mapping[str, Any]) -> dict[str, 
     hardware = read_machine("rtx-4090").with_(host_bytes=4 << 40, disk_bytes=8 << 40)
     held = held_bytes(forecaster.predict(config, hardware, times=False))
     return {"host": held["host"], "disk": held["disk"]}
-
-
-TABLES = {"models": plans_page, "readme": readme_tables}
-
-if __name__ == "__main__":
-    harness.begin(sys.modules[__name__])

@@ -113,6 +113,7 @@
     return found?.point;
   }
 
+  const OLDER = "This plan was made before the last change of the machines' rates. The speed may be off by a third.";
   const WORDS = {
     method: (point) => METHODS[point.method],
     card: (point) => cards[point.card].name,
@@ -192,6 +193,7 @@
       make("p", { className: "fit-verdict fit-yes" }, "It fits."),
       plans_of ? facts([["Speed", "unknown: no plan of this card"]]) : facts(speed(row)),
       note ? make("p", {}, note) : "",
+      data.older.includes(`${point.model}, ${point.method}, ${point.card}`) ? make("p", {}, OLDER) : "",
       bars(point, row),
       +point.disk && !row[1] ? make("p", {}, "The plan does not use the disk.") : "",
       make("p", {}, "Command:"),

@@ -333,7 +333,13 @@ PLANS, H200, STEPS, FIT, REAL = "readme.json", "gpu-nvidia-h200.json", "step.jso
 HOST_MEMORY = "the host's available memory"
 MEASURED = (
     ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile auto, 32768 tokens a step", "compiled"),
-    ("Llama-3.1-8B", "H200, 24 GiB used", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", "one step"),
+    (
+        "Llama-3.1-8B",
+        "H200, limited to 24 GiB",
+        24 << 30,
+        "8b in 24 GiB, a profiled step of 32768 tokens",
+        "a single step",
+    ),
     ("Llama-3.2-3B", "H200, 141 GB", None, "3b, compile auto, 16384 tokens a step", "compiled"),
 )
 """Measured rows: model, card, device budget, result name, mode."""
@@ -385,7 +391,7 @@ def plans_table() -> str:
 
     for each in told["rows"]:
         budget = each["device_memory"]
-        card = f"{each['gpu']}, {budget.replace('GiB', ' GiB')} used" if budget else CARDS[each["gpu"]]
+        card = f"{each['gpu']}, limited to {budget.replace('GiB', ' GiB')}" if budget else CARDS[each["gpu"]]
         disk = each["held_bytes"]["disk"]
         host = f"{each['host_gib']} GiB" + (f", {disk / 2**30:.0f} GiB of disk" if disk else "")
         plain = plain_cell(told["parameters"][each["model"]], each["device_bytes"])
@@ -403,10 +409,10 @@ def plans_table() -> str:
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     return (
         f"{table(titles, rows)}\n\n"
-        "Forecasts are [plans](benchmarks/plan_tables.py) by data sheets: all parameters, compiled, AdamW with fp32 "
-        f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/figures.md#a-real-gpu), "
-        f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
-        f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations; speed unknown."
+        "A forecast is a [plan](benchmarks/forecasts.py): all parameters, compiled, AdamW with fp32 states, "
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/figures.md#a-real-gpu), random "
+        f"weights, {tokens_8b} (8B) and {tokens_3b} (3B)\ntokens a step; a single step overlaps with none before or "
+        f"after it. Plain PyTorch: {sum(PLAIN.values())} bytes a\nparameter, without activations; speed unknown."
     )
 
 
@@ -465,10 +471,29 @@ def real_table() -> str:
 
 
 def real_readme() -> str:
-    """Return the README's table of runs at real size: the first title of each model, in few columns."""
-    first = {row["model"]: row for row in reversed(list(real_rows()))}
-    columns = ("model", "trained", "process memory", "disk", "a step")
-    return table(columns, [[row[name] for name in columns] for row in reversed(first.values())])
+    """Return the README's table of runs at real size: of each model the run farthest from its plan, in few columns."""
+    shown: dict[str, dict[str, str]] = {}
+    for row in real_rows():
+        if row["model"] not in shown or _off(row) > _off(shown[row["model"]]):
+            shown[row["model"]] = row
+    titles = ("model", "trained", "memory (plan)", "disk", "a step (plan)")
+    rows = [
+        [
+            row["model"],
+            row["trained"],
+            f"{row['process memory']} ({row['planned memory'].split()[0]})",
+            row["disk"],
+            f"{row['a step']} ({row['planned step'].split()[0]})",
+        ]
+        for row in shown.values()
+    ]
+    return table(titles, rows)
+
+
+def _off(row: Mapping[str, str]) -> float:
+    """Return how far a run is from its plan, in memory or seconds: 1 is as planned."""
+    pairs = (("process memory", "planned memory"), ("a step", "planned step"))
+    return max(float(row[held].split()[0]) / float(row[told].split()[0]) for held, told in pairs)
 
 
 def steps_text() -> str:
@@ -483,9 +508,9 @@ def steps_text() -> str:
         return f"{min(ratios[name]):.2f} to {max(ratios[name]):.2f}"
 
     return (
-        f"On two CPU cores (33 M Llama, {threads} threads), a step takes {span('engine')} times plain PyTorch, and\n"
-        f"{span('engine, states on nvme')} with states on disk. "
-        f"DeepSpeed ZeRO-3 takes {span('DeepSpeed ZeRO-3, CPU offload')}, and {span('DeepSpeed ZeRO-3, NVMe offload')}."
+        f"On two CPU cores (33 M Llama, {threads} threads), a step took {span('engine')} times plain PyTorch, and\n"
+        f"{span('engine, states on nvme')} with states on disk; "
+        f"DeepSpeed ZeRO-3 {span('DeepSpeed ZeRO-3, CPU offload')}, and {span('DeepSpeed ZeRO-3, NVMe offload')}:"
     )
 
 
@@ -518,11 +543,19 @@ def message_keys_table(title: str, name: str) -> str:
 def fit_page() -> dict[str, Any]:
     """Return all data of the page "Will it fit?": the plans, and what the page offers beside them."""
     plans, offered = results(FIT), yaml.safe_load((ROOT / "docs" / "fit.yaml").read_text())
+    plans["older"] = older_plans()
     for key, covered in list(offered["covered"].items()):
         covered["plans_of"] = [card for card in covered["plans_of"] if card in plans["cards"]]
         if not covered["plans_of"]:
             del offered["covered"][key]
     return {**plans, **offered}
+
+
+def older_plans() -> list[str]:
+    """Return the entries of the page that were planned before the last change of rates: model, method, card."""
+    from benchmarks import forecasts
+
+    return [name for (group, name), _ in forecasts.faults(forecasts.ledger()) if group == "fit"]
 
 
 def fastest(page: dict[str, Any], rows: list[Any], host: int, has_disk: bool) -> list[Any] | None:
@@ -554,9 +587,15 @@ def fit_tables() -> str:
     for method, title in FIT_METHODS.items():
         cells = []
         for name, methods in page["models"].items():
-            rows = [methods[method].get("cards", {}).get(card, {}).get("1") for card in cards]
-            cells.append([name, *("not planned" if each is None else fit_cell(page, each) for each in rows)])
+            row = [name]
+            for card in cards:
+                rows = methods[method].get("cards", {}).get(card, {}).get("1")
+                mark = " †" if f"{name}, {method}, {card}" in page["older"] else ""
+                row.append("not planned" if rows is None else fit_cell(page, rows) + mark)
+            cells.append(row)
         parts.append(f"### {title}\n\n{table(['model', *titles], cells)}")
+    if page["older"]:
+        parts.append("†: planned before the last change of the machines' rates; the speed may be off by a third.")
     return "\n\n".join(parts)
 
 

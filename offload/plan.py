@@ -166,7 +166,11 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     if prediction.config.lora.adapts:
         of = f", {trained:,} of them trained"
     parameters = f"{prediction.num_parameters:,} parameters{of}"
-    yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {prediction.hardware.name}{ranks}"
+    hardware, host = prediction.hardware, ""
+    if hardware.system_bytes:
+        all_bytes, kept_bytes = format_bytes(hardware.all_host_bytes), format_bytes(hardware.system_bytes)
+        host = f" with {all_bytes} of host memory, of which the system keeps {kept_bytes}"
+    yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {hardware.name}{host}{ranks}"
     yield from (f"note: {note}" for note in prediction.notes)
     yield from describe_parts(prediction)
     yield from describe_placement(prediction)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from offload.extras.plan import probe
+from offload.sizes import parse_size
 from tests.forks import ROOT
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -118,3 +122,9 @@ def fill(disk: Path) -> Path:
         while True:
             stream.write(b"1" * 4096)
     return path
+
+
+def assert_said_as_saved(checkpoint: Path, said: str) -> None:
+    """Assert that a line before the save has the size of the checkpoint's data."""
+    about = parse_size(re.findall(r"  saving about (.*) \.\.\.", said)[0])
+    assert about == pytest.approx(sum(path.stat().st_size for path in checkpoint.glob("*.bin")), rel=0.02)

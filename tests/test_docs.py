@@ -25,11 +25,8 @@ import torch
 import yaml
 from torch import nn
 
-from benchmarks.plan_tables import MODELS, SETTINGS, planned_cells
 from offload import Engine, plan
-from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
-from offload.extras.plan.forecast import Forecaster
 from tests import forks
 from tests.browser import browser
 from tests.engine.handmade import WIDTH, Block
@@ -186,7 +183,6 @@ def test_the_plans_of_the_page_will_it_fit_are_complete() -> None:
     assert page == MAKE["fit_data"]() + "\n", "run docs/make.py"
     assert len(page.encode()) <= FIT_BYTES
     told = json.loads(text)
-    assert told["command"] == "python -m benchmarks.fit_grid", "of the whole grid"
     assert len(told["cards"]) >= MIN_CARDS
     assert len(told["models"]) >= MIN_MODELS
     for name, methods in told["models"].items():
@@ -319,24 +315,6 @@ def test_a_card_without_plans_has_the_answers_of_smaller_cards(tmp_path: Path) -
     assert refused.startswith("No plan fits. This card has no plans of its own")
     page = MAKE["fit_page"]()
     assert set(page["hubs"]) == set(page["models"])
-
-
-@pytest.mark.slow
-def test_an_entry_of_the_page_will_it_fit_is_the_plan_of_today(tmp_path: Path) -> None:
-    told = json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text())
-    name, method, card, count = "SmolLM2-135M", "full", "rtx-4090", "1"
-    (tmp_path / "found.py").write_text(
-        "import json, sys\nfrom pathlib import Path\nfrom benchmarks.fit_grid import ModelPlans\n"
-        "name, method, card, count, host, disk = json.loads(sys.argv[1])\n"
-        "print(json.dumps(ModelPlans(name, method, Path(sys.argv[2])).row(card, count, host, disk)))\n"
-    )
-    host = told["cards"][card]["hosts_gib"][count][-1]
-    words = json.dumps([name, method, card, int(count), host, False])
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = forks.run([str(tmp_path / "found.py"), words, str(tmp_path)], env=environ, timeout=MINUTES)
-    assert found.returncode == 0, found.stdout + found.stderr
-    row = [row for row in told["models"][name][method]["cards"][card][count] if row[2]][-1]
-    assert json.loads(found.stdout.splitlines()[-1])[2:] == row[2:]
 
 
 def test_the_page_about_plans_names_every_preset() -> None:
@@ -591,16 +569,6 @@ def test_figures_of_plans_are_those_the_command_prints(path: Path, capsys: pytes
     assert all(line in said for line in figures), said
     ratios = re.findall(r"`([\d.]+x)` means", path.read_text())
     assert all(any(line.endswith(f": {ratio}") for line in said) for ratio in ratios), said
-
-
-@pytest.mark.slow
-def test_a_row_of_plans_is_as_planned_now(tmp_path: Path) -> None:
-    """The page is made in minutes, so one row is planned anew."""
-    (path := tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-3.1-8B"]))
-    config = Config.load(None, {"model.path": str(path), **SETTINGS})
-    cells = planned_cells(Forecaster(config, 1), config, "rtx-4090")
-    section = (ROOT / "docs" / "plans.md").read_text().partition("## Llama-3.1-8B")[2].partition("##")[0]
-    assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_tables.py"
 
 
 def notebook_code(name: str) -> str:

@@ -29,6 +29,10 @@ to 1.75 with one a row. Data sheets have 2.
 """
 
 
+SYSTEM_BYTES = 4 << 30
+"""A described machine keeps so much host memory for its system, unless its file has `system_bytes`."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates for one device and its host.
@@ -147,6 +151,7 @@ class Hardware:
     num_devices: number of devices; 1 for a CPU; None: one for each rank.
     device_bytes: free memory of one device; None: CPU, limited only by a budget.
     host_bytes: host memory available to all ranks together.
+    system_bytes: host memory beside that, left to the system.
     disk_bytes: free disk space; None: no disk.
     endurance_bytes: rated disk endurance in bytes written; None: unknown.
     shares_memory: the device uses host memory, so offloading to the host saves nothing.
@@ -168,8 +173,18 @@ class Hardware:
     rates: Rates
     num_machines: int = 1
     capability: Capability | None = None
+    system_bytes: int = 0
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def all_host_bytes(self) -> int:
+        """The host's memory, with the system's part."""
+        return self.host_bytes + self.system_bytes
+
+    def with_host_memory(self, num_bytes: int) -> Hardware:
+        """Return a copy whose host has so much memory, with the system's part."""
+        return self.with_(host_bytes=num_bytes - self.system_bytes)
 
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some fields replaced."""

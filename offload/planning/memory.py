@@ -513,7 +513,7 @@ def check_host(
     raise DoesNotFitError(
         f"the plan needs {format_bytes(total)} ({total} bytes) of host memory, but only "
         f"{format_bytes(available_bytes)} ({available_bytes} bytes) are available{ranks}, "
-        f"{format_bytes(total - available_bytes)} ({total - available_bytes} bytes) too few: "
+        f"{format_bytes(total - available_bytes)} ({total - available_bytes} bytes) less than needed: "
         f"{list_allocations(on_host)}. The limit is {bound}. Nothing was allocated.",
         f"Provide {(total - available_bytes) * num_sharing} bytes more{without_host_memory(plan)}.",
     )

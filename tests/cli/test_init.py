@@ -39,7 +39,7 @@ def test_the_file_has_the_given_settings_and_the_most_rows_that_fit(
 
     monkeypatch.setattr(alternatives, "place", place)
     path = tmp_path / "run.yaml"
-    assert main([*WORDS, *MACHINE, "--host-memory", "1GiB", "--out", str(path)]) == 0
+    assert main([*WORDS, *MACHINE, "--host-memory", "5GiB", "--out", str(path)]) == 0
     written, expected = Config.load(path), Config.load(None, {**GIVEN, "train.micro_batch_size": rows})
     assert dict(written.items()) == dict(expected.items())
     assert {key for key, _ in written.items() if not written.is_default(key)} == {*GIVEN, "train.micro_batch_size"}

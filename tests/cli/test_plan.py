@@ -66,7 +66,7 @@ def test_the_first_words_come_before_the_imports(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "limit"), [(("--host-memory", "1GiB"), "1GiB"), (("--offload.host_memory", "80GiB"), "64GiB")]
+    ("more", "limit"), [(("--host-memory", "5GiB"), "1GiB"), (("--offload.host_memory", "80GiB"), "60GiB")]
 )
 def test_the_limit_of_the_host_is_the_smaller_of_budget_and_memory(
     more: tuple[str, ...], limit: str, capsys: pytest.CaptureFixture[str]

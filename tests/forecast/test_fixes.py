@@ -173,7 +173,7 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     monkeypatch.setattr(alternatives, "find_fix", search)
     monkeypatch.setattr(alternatives, "place", lambda _, prediction: prediction)
     found = place_or_fix(forecaster, initial, said.append)
-    assert "of host memory too few. Looking for another placement, or the smallest change" in said[0]
+    assert "of host memory are missing. Looking for another placement, or the smallest change" in said[0]
     assert found.timing is None
     assert not any(line.startswith(("step:", "busy")) for line in describe_times(found))
     shortage, advice = describe_fit(found)

@@ -30,7 +30,7 @@ LEAST: dict[str, Any] = {
     "name": "mine",
     "device": "cuda",
     "device_bytes": "24GiB",
-    "host_bytes": "64 GiB",
+    "host_bytes": "68 GiB",
     "rates": {
         "h2d_bytes_per_s": "12GB",
         "d2h_bytes_per_s": 12e9,
@@ -73,6 +73,7 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
         "num_machines",
         "network_latency_s",
         "shares_memory",
+        "system_bytes",
         "rates",
         "sources",
         "notes",

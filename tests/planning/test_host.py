@@ -91,7 +91,9 @@ def test_an_engine_is_refused_by_a_group_and_to_the_byte(
         needed = sum(num_bytes for at, _, num_bytes in engine.allocations if at != "nvme")
     weights = sum(p.nbytes for p in llama().parameters())
     left(needed - weights - 1)
-    with pytest.raises(DoesNotFitError, match=rf"{needed} bytes.* 1 B \(1 bytes\) too few.*/sys/fs/cgroup/memory\.max"):
+    with pytest.raises(
+        DoesNotFitError, match=rf"{needed} bytes.* 1 B \(1 bytes\) less than needed.*/sys/fs/cgroup/memory\.max"
+    ):
         open_engine()
     left(needed - weights)  # the engine frees the model weights
     with open_engine() as engine:
@@ -154,4 +156,4 @@ def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path
     tree = second_version(tmp_path / "tree", {"/": ("max", 9 << 30, 0), "/job": (6 << 30, 3 << 30, 1 << 30)})
     said = train(f"system.ROOT = Path({str(tree)!r})")
     assert "/sys/fs/cgroup/job/memory.max: 6 GiB, of which 4 GiB is left" in said
-    assert re.search(r"\(4294967296 bytes\) are available, .* too few: ", said)
+    assert re.search(r"\(4294967296 bytes\) are available, .* less than needed: ", said)

@@ -17,7 +17,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection, ModelSection
-from offload.app.training import trainable
+from offload.app.training import checkpoints, trainable
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
@@ -33,7 +33,7 @@ from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import needs
-from tests.run_folder import assert_same_tensors, cut, losses
+from tests.run_folder import assert_said_as_saved, assert_same_tensors, cut, losses
 from tests.training.conftest import HOST, SHAPES
 
 needs("peft")
@@ -108,7 +108,10 @@ def gone_on(run: Any, whole: Any, last: int, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_halfway_goes_on_to_the_same_bits(
+    run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "LONG_BYTES", 0)
     more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
     whole, _, said = run("whole", **more)
     assert "adapter: lora, 1,920 of " in said
@@ -121,6 +124,7 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
         assert len(reader.contents) == 12
         assert reader.meta["meta"]["base"]["name"] == str(base)
     assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
+    assert_said_as_saved(folder, said)
     half = gone_on(run, whole, 6, **more)
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
 

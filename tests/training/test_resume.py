@@ -30,7 +30,7 @@ from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitEr
 from offload.export import main as export_command
 from offload.extras.data.tokenizer import train_bpe
 from tests.disks import held_back
-from tests.run_folder import assert_same_tensors, contents, fill, flip, learnt, numbers
+from tests.run_folder import assert_said_as_saved, assert_same_tensors, contents, fill, flip, learnt, numbers
 from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -447,3 +447,10 @@ def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_p
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
     with pytest.raises(ConfigError, match=r"was written by engine\.save_checkpoint outside of a run"):
         run("new", **{"checkpoint.resume": str(tmp_path / "alone")})
+
+
+def test_the_size_said_before_a_save_is_the_saved_size(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: say all bytes that the engine holds."""
+    monkeypatch.setattr(checkpoints, "LONG_BYTES", 0)
+    found, _, said = run("said", train__steps=1, checkpoint__every=1)
+    assert_said_as_saved(found.dir / "checkpoints" / "step-1", said)

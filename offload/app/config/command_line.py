@@ -307,7 +307,9 @@ class CommandOption(typing.NamedTuple):
 
 
 HOST_MEMORY = CommandOption(
-    "SIZE", "(default: as described)", "Free host memory of the described machine, such as 60GiB."
+    "SIZE",
+    "(default: as described)",
+    "All host memory of the described machine, such as 64GiB; the system keeps 4 GiB.",
 )
 
 

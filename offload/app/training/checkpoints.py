@@ -156,8 +156,8 @@ class Saves:
         self._next_s = time.monotonic() + _AUTO_S  # from any save on
         with self._counting_stall():
             begin = time.perf_counter()
-            if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
-                self._say(f"step {step}  saving about {format_bytes(about)} a rank ...")
+            if (about := self._needs.states_bytes) > LONG_BYTES:
+                self._say(f"step {step}  saving about {format_bytes(about)} ...")
             with share_failure(self._comm, "making room for a checkpoint"):
                 path = self._checkpoints.path / f"step-{step}"
                 if self._keeps:

@@ -131,7 +131,12 @@ def choose_hardware(config: Config, described: str | None, host_memory: str | No
     if described is not None:
         hardware = read_machine(described)
         if (host_bytes := parse_size(host_memory, "--host-memory")) is not None:
-            hardware = hardware.with_(host_bytes=host_bytes)
+            if host_bytes <= hardware.system_bytes:
+                least = format_bytes(hardware.system_bytes)
+                raise ConfigError(
+                    f"--host-memory is {host_memory}, and the system keeps {least}: give all of the host."
+                )
+            hardware = hardware.with_host_memory(host_bytes)
         return hardware
     if host_memory is not None:
         raise ConfigError("--host-memory describes another machine; set --offload.host_memory for a limit on this one.")

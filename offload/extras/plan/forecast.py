@@ -158,7 +158,7 @@ class Forecast:
         named = ""
         if before:
             named = f" ({before[0]} runs before the first step)"
-        return f"{short} too few{named}."
+        return f"{short} are missing{named}."
 
     @property
     def shortage(self) -> str:

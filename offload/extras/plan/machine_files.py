@@ -14,7 +14,7 @@ import yaml
 
 from offload.accelerators import parse_device
 from offload.errors import ConfigError, nearest, shorten
-from offload.machine.hardware import FP8, Hardware, Rates
+from offload.machine.hardware import FP8, SYSTEM_BYTES, Hardware, Rates
 from offload.sizes import parse_size
 
 _HOST_EXCHANGE_SHARE = 0.8
@@ -22,7 +22,7 @@ _HOST_EXCHANGE_SHARE = 0.8
 _BUILTIN_FOLDER = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {
     "num_devices": None, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
-    "num_machines": 1,
+    "num_machines": 1, "system_bytes": SYSTEM_BYTES,
 }  # fmt: skip
 """Defaults for omitted keys."""
 _PRECISIONS = ("fp32", "bf16", "fp16", FP8)
@@ -33,8 +33,8 @@ _FLOPS = ("flops_per_s", "attention_flops_per_s")
 def read_machine(path_or_name: str | Path) -> Hardware:
     """Load a machine from a YAML file, or a built-in one by name, such as "h100" or "RTX 4090".
 
-    The file has the fields of `Hardware`, with `Rates` fields under `rates`. Sizes may be "24GiB" or "26GB". Raises
-    ConfigError.
+    The file has the fields of `Hardware`, with `Rates` fields under `rates`. `host_bytes` there is all of the host's
+    memory, with `system_bytes`. Sizes may be "24GiB" or "26GB". Raises ConfigError.
     """
     path = _find(str(path_or_name))
     try:
@@ -100,12 +100,15 @@ class _MachineFile:
         rates = self._dataclass_keys(values["rates"], "rates.", Rates)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
         numbers: dict[str, Any] = {}
-        for key in ("device_bytes", "disk_bytes", "endurance_bytes", "num_devices", "num_machines"):
+        for key in ("device_bytes", "disk_bytes", "endurance_bytes", "num_devices", "num_machines", "system_bytes"):
             numbers[key] = values[key]
             if values[key] is not None:
                 numbers[key] = int(self._number(key, values[key], is_whole=key.startswith("num_")))
         if not isinstance(values["shares_memory"], bool):
             raise self._error("shares_memory", values["shares_memory"], "true or false")
+        host_bytes = int(self._number("host_bytes", values["host_bytes"]))
+        if host_bytes <= numbers["system_bytes"]:
+            raise self._error("host_bytes", values["host_bytes"], "more than system_bytes, which the system keeps")
         return Hardware(
             name=self._word("name", values["name"]),
             device=device,
@@ -116,7 +119,7 @@ class _MachineFile:
                 key: self._word(f"sources.{key}", value)
                 for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
             },
-            host_bytes=int(self._number("host_bytes", values["host_bytes"])),
+            host_bytes=host_bytes - numbers["system_bytes"],
             **numbers,
         )
 
