@@ -250,7 +250,8 @@ class Accelerator:
                 f"{format_bytes(host.nbytes)} of them. Raise the limit of locked memory (`ulimit -l`, or that of the "
                 "container), or keep the states on the device: --offload.parameters device --offload.optimizer device."
             )
-        storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), self.device, host.nbytes)
+        address = self.device_address(host.data_ptr()) if host.numel() else 0
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, host.nbytes)
         weakref.finalize(storage, _drop, host).atexit = False  # the storage owns no memory: `host` lives as long
         return torch.empty(0, dtype=host.dtype, device=self.device).set_(storage, 0, host.shape, (1,))
 
@@ -393,6 +394,10 @@ class Accelerator:
         """Register an unregistered range in host memory. Return the driver error, 0 for success."""
         raise NotImplementedError
 
+    def device_address(self, address: int) -> int:
+        """Return the address at which kernels find a registered host address. Raises OffloadError."""
+        raise NotImplementedError
+
     def unregister(self, address: int) -> int:
         """Unregister the range starting at `address`. Return the driver error."""
         raise NotImplementedError
@@ -474,6 +479,26 @@ class CudaAccelerator(Accelerator):
         with self.module.device(self.device):
             return int(self.module.cudart().cudaHostRegister(address, num_bytes, 0))
 
+    def device_address(self, address: int) -> int:
+        # On ROCm, WSL and older Jetsons another address than the host's.
+        runtime = self.module.cudart()
+        if runs_gpu_kernels(self.device.type):  # torch has no binding
+            runtime = _loaded_runtime()
+        name = ("hip" if torch.version.hip else "cuda") + "HostGetDevicePointer"
+        found = ctypes.c_void_p()
+        error = "its runtime is not loaded"
+        if runtime is not None:
+            with self.module.device(self.device):
+                code = getattr(runtime, name)(ctypes.byref(found), ctypes.c_void_p(address), 0)
+            error = f"{name} returns error {code}" if code else ""
+        if error or not found.value:
+            raise OffloadError(
+                f"{self.device} computes over weights in host memory, but the driver gives no address of them for the "
+                f"device ({error}). Keep the states on the device: --offload.parameters device --offload.optimizer "
+                "device."
+            )
+        return found.value
+
     def unregister(self, address: int) -> int:
         with self.module.device(self.device):
             return int(self.module.cudart().cudaHostUnregister(address))
@@ -483,6 +508,18 @@ class CudaAccelerator(Accelerator):
         # error; Python has no direct access. So launch a kernel, and swallow the error.
         with self.module.device(self.device), suppress(RuntimeError):
             torch.ones(1, device=self.device)
+
+
+_RUNTIME = re.compile(r"/lib(cudart|amdhip64)[-\w]*\.so[.\d]*$")
+
+
+def _loaded_runtime() -> ctypes.CDLL | None:
+    """Return the runtime that torch has loaded. None: not found."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if _RUNTIME.search(path):
+            return ctypes.CDLL(path)
+    return None
 
 
 _SIZED = ["signed char int8", "short int16", "int int32", "long long int64"]

@@ -94,7 +94,7 @@ class ThisMachine:
     @property
     def capability(self) -> Capability | None:
         """Compute capability; None: not an NVIDIA GPU."""
-        return self.accelerator and self.accelerator.capability
+        return None if self.accelerator is None else self.accelerator.capability
 
     @property
     def has_accelerator(self) -> bool:

@@ -253,7 +253,13 @@ def _pinning(driver: Driver) -> Iterable[Callable[..., Any]]:
         """cudaGetLastError: return and clear the error left by a refused call in this thread."""
         return driver.take_error()
 
+    def host_device_pointer(found: Any, address: Any, flags: int) -> int:
+        """cudaHostGetDevicePointer. The addresses are equal here."""
+        found._obj.value = address.value
+        return 0
+
     runtime = types.SimpleNamespace(
+        cudaHostGetDevicePointer=host_device_pointer,
         cudaHostRegister=lambda address, num_bytes, flags: host_register(address, num_bytes),
         cudaHostUnregister=host_unregister,
     )

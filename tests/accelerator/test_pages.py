@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from offload import AdamW, Engine, Placement
-from offload.accelerators import Accelerator, open_accelerator
+from offload.accelerators import Accelerator, CudaAccelerator, _loaded_runtime, open_accelerator
 from offload.errors import OffloadError
 from offload.lanes.ticket import Ticket
 from offload.layout.residence import DEVICE
@@ -117,3 +118,30 @@ def test_a_view_of_host_memory(sim: Control) -> None:
     del host, arena, view
     gc.collect()
     assert part.sum().cpu() == 16
+
+
+def test_kernels_get_the_device_address(sim: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered memory lies elsewhere for an AMD GPU. Break: take the host address."""
+    accelerator = open_accelerator(torch.device("sim", 0))
+    arena = Arena(1 << 16, Pinning(accelerator))
+    host = arena.take(1 << 15, torch.bfloat16)
+
+    def elsewhere(found: Any, address: Any, _flags: int) -> int:
+        found._obj.value = address.value + 32
+        return 0
+
+    runtime = torch.sim.cudart()  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime, "cudaHostGetDevicePointer", elsewhere)
+    view = accelerator.over(host[:8])
+    host[16:24] = 5  # 32 bytes on
+    assert (view.cpu() == 5).all()
+    monkeypatch.setattr(runtime, "cudaHostGetDevicePointer", lambda *_: 1)
+    with pytest.raises(OffloadError, match=r"no address.*HostGetDevicePointer returns error 1\).*--offload.parameters"):
+        accelerator.over(host[:8])
+
+
+def test_a_runtime_that_is_not_loaded_is_named() -> None:
+    assert _loaded_runtime() is None, "torch for CPUs"
+    module: Any = SimpleNamespace(cudart=lambda: None)
+    with pytest.raises(OffloadError, match="its runtime is not loaded"):
+        CudaAccelerator(torch.device("cuda", 0), module).device_address(1)
