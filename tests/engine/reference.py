@@ -48,6 +48,8 @@ class Reference:
     this the copy is untied: each use has a separate weight, and all of them follow one master. In fp16 the loss has the
     scale of `torch.amp.GradScaler`, by torch's own function; `skipped` lists the steps (from 0) without an update.
 
+    Without `sums_uses` autograd sums the uses of a tied weight, in the compute dtype.
+
     `shown(master)` returns the fp32 weights to compute with in place of the master. The master gets their gradient
     unchanged.
     """
@@ -65,6 +67,7 @@ class Reference:
         group: Callable[[nn.Module], None] = lambda model: None,
         seed: int = 0,
         shown: Callable[[torch.Tensor], torch.Tensor] = lambda master: master,
+        sums_uses: bool = True,
     ) -> None:
         self.seed, self.shown = seed, shown
         self.device = own_device()
@@ -76,7 +79,7 @@ class Reference:
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False
         self.named = {name: [p] for name, p in self.model.named_parameters()}
-        if precision != "fp32":
+        if precision != "fp32" and sums_uses:
             self.named = untie(self.model)
         self.short = DTYPES[precision]
         self.scale = torch.tensor(2.0**16 if precision == "fp16" else 1.0)
