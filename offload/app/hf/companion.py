@@ -21,6 +21,7 @@ from offload.app.hf.models import (
     model_kind,
     rope_limit,
     vocab_size,
+    without_weights,
 )
 from offload.engine.companions import add_companion
 from offload.errors import ConfigError
@@ -48,7 +49,8 @@ def rope_limits(config: Config, architecture: PreTrainedConfig) -> int | None:
     limits = [rope_limit(architecture)]
     for key in KEYS:
         with companion_at(config, key) as section:
-            if section.path and is_found(section):  # a resumed run may need no reference any more
+            section = without_weights(section)  # a resumed run may need no reference any more
+            if section.path and is_found(section):
                 limits.append(rope_limit(load_model_config(section)))
     return min(filter(None, limits), default=None)
 

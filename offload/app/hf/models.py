@@ -160,6 +160,11 @@ def locate(section: ModelSection) -> Path | None:
         raise ConfigError(f"{missing_message(section.path)} As the name of a hub model: {reason}.") from error
 
 
+def without_weights(section: ModelSection) -> ModelSection:
+    """Return a section for which `locate` finds the same folder, and downloads no weights."""
+    return section.model_copy(update={"init": "random"})
+
+
 def is_found(section: ModelSection) -> bool:
     """Return whether `locate` finds the model."""
     try:

@@ -432,6 +432,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has all weight files. False for a file."""
+    try:
+        return bool(weight_files(folder))
+    except ConfigError:
+        return False
+
+
 def conversion_advice(source: str, folder: str) -> str:
     """Return instructions for converting weights to safetensors."""
     return (

@@ -19,7 +19,16 @@ from transformers import PreTrainedConfig
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import companion_at
-from offload.app.hf.models import BuiltModel, ModelKind, fill_all, is_found, is_pretrained, load_model_config, locate
+from offload.app.hf.models import (
+    BuiltModel,
+    ModelKind,
+    fill_all,
+    is_found,
+    is_pretrained,
+    load_model_config,
+    locate,
+    without_weights,
+)
 from offload.app.hf.read import weight_files
 from offload.app.hf.sources import RemovedProduct
 from offload.app.hf.write import write_configuration
@@ -119,7 +128,7 @@ def is_base(section: ModelSection, config: Config, model: nn.Module) -> bool:
     own = config.model
     if own.init == "random" or config.lora.restart_every or not keeps_base(model):
         return False
-    folder, base = locate(section), locate(own)
+    folder, base = locate(without_weights(section)), locate(without_weights(own))
     return folder is not None and base is not None and folder.is_dir() and folder.resolve() == base.resolve()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.hf.models import BuiltModel, embedding_width, locate
+from offload.app.hf.models import BuiltModel, embedding_width, locate, without_weights
 from offload.app.training.objectives import Batch, Objective, Say
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
@@ -60,7 +60,7 @@ class Contrastive(Objective):
         pooling = "mean"
         if is_decoder:  # only its last token has seen all others
             pooling = "last"
-        return {"contrastive__pooling": _stored_pooling(locate(config.model)) or pooling}
+        return {"contrastive__pooling": _stored_pooling(locate(without_weights(config.model))) or pooling}
 
     @classmethod
     def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Contrastive:  # noqa: ARG003

@@ -227,9 +227,9 @@ def _check_uncut(config: Config) -> None:
 
 def _model_folder(config: Config) -> str | None:
     """Return the folder or file of the model. None: no folder."""
-    from offload.app.hf.models import locate
+    from offload.app.hf.models import locate, without_weights
 
-    folder = locate(config.model)
+    folder = locate(without_weights(config.model))
     if folder is None:
         return None
     return str(folder)

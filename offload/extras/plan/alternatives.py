@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from offload.app.config.config import Config
-from offload.app.hf.models import locate
-from offload.app.hf.read import weight_files
+from offload.app.hf.models import locate, without_weights
+from offload.app.hf.read import has_weights, weight_files
 from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.recompute_policy import PRODUCTS
@@ -117,8 +117,8 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     """
     reads = None
     if config.offload.parameters == "files":
-        path = locate(config.model)
-        if path is not None and path.is_dir():
+        path = locate(without_weights(config.model))
+        if path is not None and has_weights(path):
             reads = max((file for file in weight_files(path) if file.stat().st_size >= LEAST_BYTES), default=None)
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf.companion import beside
+from offload.app.hf.model_path import find_model
 from offload.app.hf.models import (
     BuiltModel,
     embedding_width,
@@ -31,10 +32,11 @@ from offload.app.hf.models import (
     model_kind,
     trained_config,
     vocab_size,
+    without_weights,
 )
 from offload.app.hf.names import CannotStream
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.hf.read import planned_parameters, quantized_parameters, stored_dtype
+from offload.app.hf.read import has_weights, planned_parameters, quantized_parameters, stored_dtype
 from offload.app.training.decisions import resolve
 from offload.app.training.objectives import OBJECTIVES
 from offload.app.training.parts import make_settings
@@ -305,7 +307,7 @@ class Forecaster:
     @cached_property
     def _files_architecture(self) -> Any:
         """Configuration of the model in the files."""
-        return self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        return self.architecture or load_model_config(without_weights(self.config.model))
 
     @cached_property
     def _architecture(self) -> Any:
@@ -329,7 +331,7 @@ class Forecaster:
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         built = BuiltModel(model, quantized=quantized)
-        self._companions = OBJECTIVES[self.config.train.method].companions(self.config, model, _on_shapes)
+        self._companions = OBJECTIVES[self.config.train.method].companions(self.config, model, self._on_shapes)
         for name, companion in self._companions.items():
             built = beside(built, name, companion)
         return built
@@ -339,7 +341,7 @@ class Forecaster:
         """Forecasters of the models that run alone before the first step, by setting."""
         try:
             kind, num_tokens = OBJECTIVES[self.config.train.method], vocab_size(self._architecture)
-            models = kind.measured_first(self.config, _on_shapes, num_tokens)
+            models = kind.measured_first(self.config, self._on_shapes, num_tokens)
         except ConfigError:
             if self.machine is not None:  # a resumed run may do without the folder, and a new one refuses it itself
                 return {}
@@ -355,13 +357,39 @@ class Forecaster:
     def _origin(self) -> tuple[bool, bool]:
         """Return whether weights are read from files, and whether they are planned like a download."""
         section = self.config.model
-        if section.init == "pretrained":  # the folder is looked for only where it decides: a resumed run may lack it
+        if section.init == "pretrained" and self.machine is not None:  # a resumed run may lack the folder
             return True, False
-        folder = locate(section)
+        folder = self._locate(section)
         is_loaded = is_pretrained(section, folder)
-        has_files = folder is not None and any(any(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin"))
-        is_stand_in = self.plans_downloads and section.init == "auto" and not (is_loaded and has_files)
+        is_download = self.plans_downloads or (folder is not None and not find_model(str(section.path)).exists())
+        has_files = is_loaded and folder is not None and has_weights(folder)
+        is_stand_in = is_download and section.init != "random" and not has_files
         return is_loaded and not is_stand_in, is_stand_in
+
+    def _locate(self, section: ModelSection) -> Path | None:
+        """Return the folder or file of a model. A plan downloads no weights; a run reads them anyway."""
+        if self.machine is None:
+            section = without_weights(section)
+        return locate(section)
+
+    def _on_shapes(self, section: ModelSection) -> BuiltModel:
+        """Return a frozen model on `meta`, in the dtype of the files, with the quantized parameters.
+
+        Raises ConfigError, DiskError.
+        """
+        folder, architecture = self._locate(section), load_model_config(without_weights(section))
+        quantization = quantization_settings(architecture)
+        model = empty_model(section, architecture)
+        quantized: Mapping[nn.Parameter, Codec] = {}
+        if folder is None or not has_weights(folder):
+            model.to(architecture.dtype or torch.bfloat16)
+            if quantization is not None:
+                quantized = self._as_downloaded(model, section, architecture, quantization)
+        else:
+            model.to(architecture.dtype or stored_dtype(folder, quantization))
+            if quantization is not None:
+                quantized = quantized_parameters(model, folder, quantization)
+        return BuiltModel(model, quantized=quantized)
 
     def _files_dtype(self, is_loaded: bool, is_stand_in: bool) -> torch.dtype | None:
         """Return the dtype of the weights in the model files, or in files that the configuration stands for.
@@ -370,7 +398,7 @@ class Forecaster:
         """
         if not (is_loaded or is_stand_in):
             return None
-        if is_loaded and self._architecture.dtype is None and (folder := locate(self.config.model)) is not None:
+        if is_loaded and self._architecture.dtype is None and (folder := self._locate(self.config.model)) is not None:
             return stored_dtype(folder, quantization_settings(self._architecture))
         return self._architecture.dtype or torch.bfloat16
 
@@ -382,29 +410,39 @@ class Forecaster:
         section, quantization = self.config.model, quantization_settings(self._architecture)
         if quantization is None:
             return {}
-        if is_loaded and (folder := locate(section)) is not None:
+        if is_loaded and (folder := self._locate(section)) is not None:
             return quantized_parameters(model, folder, quantization)
-        if not self.config.lora.adapts:
-            reason = "only an adapter trains over quantized weights. Set --lora.rank, such as 16, to plan one."
-        elif not is_stand_in:
+        if self.config.lora.adapts and is_stand_in:
+            return self._as_downloaded(model, section, self._files_architecture, quantization)
+        reason = "only an adapter trains over quantized weights. Set --lora.rank, such as 16, to plan one."
+        if self.config.lora.adapts:
             reason = (
                 f"{section.label} has no weight files, so the run begins with random weights. Set --model.path to the "
                 "folder with the weights."
             )
-        else:
-            try:
-                written = empty_model(section, self._files_architecture)  # a reward model has another head
-                dtype = self._architecture.dtype or torch.bfloat16
-                if found := planned_parameters(model, written, Path(section.label), quantization, dtype):
-                    return found
-                reason = f"this format has no place for a weight of {type(model).__name__}."
-            except (ConfigError, CannotStream) as error:
-                reason = str(error)
+        self._leave_out(quantization, reason)
+        return {}
+
+    def _as_downloaded(
+        self, model: nn.Module, section: ModelSection, architecture: Any, quantization: Mapping[str, Any]
+    ) -> dict[nn.Parameter, Codec]:
+        """Return the quantized parameters of files that a configuration stands for. Records why there are none."""
+        try:
+            written = empty_model(section, architecture)  # a reward model has another head
+            dtype = architecture.dtype or torch.bfloat16
+            if found := planned_parameters(model, written, Path(section.label), quantization, dtype):
+                return found
+            reason = f"this format has no place for a weight of {type(model).__name__}."
+        except (ConfigError, CannotStream) as error:
+            reason = str(error)
+        self._leave_out(quantization, reason)
+        return {}
+
+    def _leave_out(self, quantization: Mapping[str, Any], reason: str) -> None:
         self._unplanned = (
             f"the quantization in the configuration ({quantization_method(quantization)}) is not planned, the plan is "
             f"for unquantized weights: {reason}"
         )
-        return {}
 
     def of(self, config: Config) -> Forecaster:
         """Return the forecaster of the model that a configuration trains: another one, if it trains an adapter."""
@@ -637,20 +675,3 @@ def _may_take(step: PlannedStep | None, seconds: float) -> bool:
         return True
     has_bound = step.settings.optimizer.has_gradients and not step.plan.residence.sharding.dispatches
     return not has_bound or bound_seconds(step) <= (1 + _BOUND_ERROR) * seconds
-
-
-def _on_shapes(section: ModelSection) -> BuiltModel:
-    """Return a frozen model on `meta`, in the dtype of the files, with the quantized parameters. Raises ConfigError,
-    DiskError.
-    """
-    folder, architecture = locate(section), load_model_config(section)
-    quantization = quantization_settings(architecture)
-    model = empty_model(section, architecture)
-    quantized: Mapping[nn.Parameter, Codec] = {}
-    if folder is None or not any(folder.glob("*.safetensors")):  # as a download would be
-        model.to(architecture.dtype or torch.bfloat16)
-    elif is_pretrained(section, folder):
-        model.to(architecture.dtype or stored_dtype(folder, quantization))
-        if quantization is not None:
-            quantized = quantized_parameters(model, folder, quantization)
-    return BuiltModel(model, quantized=quantized)
