@@ -18,15 +18,23 @@ from typing import Any
 
 import xxhash
 
+from offload.errors import ConfigError
+
 _BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
 _PACKAGE = Path(__file__).parent
 
 
 def default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`."""
+    """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`. Raises ConfigError."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base or Path.home() / ".cache") / "offload"
+    try:
+        return Path(base or Path.home() / ".cache") / "offload"
+    except RuntimeError:
+        raise ConfigError(
+            "HOME is not set, and this user has no home folder, so the cache has no place; set XDG_CACHE_HOME to a "
+            "folder."
+        ) from None
 
 
 def hash_paths(paths: Iterable[Path]) -> str:
@@ -103,7 +111,7 @@ def kept_bytes(kind: str, inputs: Iterable[str], make: Callable[[], bytes]) -> b
         key.update(f"{len(text)}\0{text}".encode())
     try:
         path = default_cache_dir() / kind / key.hexdigest()
-    except RuntimeError:  # user without a home directory
+    except ConfigError:  # user without a home directory
         return make()
     with contextlib.suppress(OSError):
         kept = path.read_bytes()

@@ -321,7 +321,7 @@ class Watchdog:
     def _end_by_force(self, error: RankLostError) -> None:
         time.sleep(self._times.grace_s)
         with suppress(OSError):
-            os.write(2, f"Error: {error}\n".encode())
+            os.write(2, f"Error: {error}\n".encode(errors="backslashreplace"))
         if error.rank == self.rank:
             with suppress(Exception):
                 faulthandler.dump_traceback()  # show the stuck call

@@ -305,7 +305,7 @@ def test_other_data_than_preferences_are_refused(
         dataset_of(*files[::-1])
 
 
-@pytest.mark.parametrize("other", ["question", "instruction"])
+@pytest.mark.parametrize("other", ["question", "instruction", "conversations"])
 def test_another_name_beside_a_prompt_is_needless(write_lines: Callable[..., Path], other: str) -> None:
     row = {"prompt": "What is two and two?", "chosen": " Four.", "rejected": " Five."}
     assert (
@@ -313,6 +313,20 @@ def test_another_name_beside_a_prompt_is_needless(write_lines: Callable[..., Pat
         == record(write_lines("a.jsonl", row)).chosen
     )
     assert isinstance(record(write_lines("a.jsonl", row | {"prompt": None, other: "Two and two?"})), BadRow)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_an_empty_mapped_column_leaves_the_key_itself(tmp_path: Path, name: str) -> None:
+    """Break: let the empty value replace the prompt."""
+    rows = [{"prompt": "One?", "question": each, "chosen": "A", "rejected": "B"} for each in ("", "Two?")]
+    if name == "a.csv":
+        lines = [",".join(row.values()) for row in ({key: key for key in rows[0]}, *rows)]
+    else:
+        lines = list(map(json.dumps, rows))
+    (tmp_path / name).write_text("\n".join(lines))
+    file = replace(files_of(str(tmp_path / name), "preference")[0], columns={"prompt": "question"})
+    found = list(read_records(file, 300, []))
+    assert [record.chosen.texts[0] for record in found if isinstance(record, Preference)] == ["One?", "Two?"]
 
 
 def test_columns_that_the_reference_loss_reads_are_refused(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.docstrings import docstring_chats
 from offload.extras.data.sources import SourceFile, find_files, hash_files, held_out_files, split_hash
 from offload.extras.data.storage import LocalFile
@@ -81,10 +83,10 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
     ("files", "words"),
     [
         (
-            "README.md part-0.parquet",
+            "notes.md part-0.parquet",
             ["several kinds", "1 file of columns (part-0.parquet)", "'{folder}/**/*.parquet'"],
         ),
-        ("README.md a.jsonl b.jsonl", ["2 files of records (a.jsonl, b.jsonl)", "'{folder}/**/*.jsonl'"]),
+        ("notes.md a.jsonl b.jsonl", ["2 files of records (a.jsonl, b.jsonl)", "'{folder}/**/*.jsonl'"]),
         ("a.txt b.npy", ["1 file of text (a.txt)", "1 file of token ids (b.npy)"]),
         ("a.txt b.csv c.png", ["1 file of table (b.csv)"]),
         ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "save_to_disk"]),
@@ -94,6 +96,11 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
             "train.jsonl test.jsonl",
             ["several splits: test.jsonl (test), train.jsonl (train)", "'{folder}/train.jsonl'"],
         ),
+        (
+            "data/train-0.csv data/train-1.csv data/test-0.csv notes.md",
+            ["several kinds", "'{folder}/data/train-*.csv'"],
+        ),
+        ("train.jsonl dev/a.jsonl", ["dev/a.jsonl (validation), train.jsonl (no split)", "'{folder}/train.jsonl'"]),
         ("train/0.bin val/0.bin", ["several splits: train/0.bin (train), val/0.bin (validation)"]),
     ],
 )
@@ -106,6 +113,32 @@ def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
     with pytest.raises(ConfigError, match=r"data\.source") as error:
         files_of(str(tmp_path))
     assert not [word for word in words if word.format(folder=tmp_path) not in str(error.value)], str(error.value)
+
+
+def test_the_advised_glob_is_read_and_a_card_beside_rows_is_not(tmp_path: Path) -> None:
+    """A data set cloned from the hub. Break: read README.md as a second file type."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("a card")
+    for name in ("train-0", "train-1", "test-0"):
+        (tmp_path / f"data/{name}.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(ConfigError, match="several splits") as error:
+        files_of(str(tmp_path))
+    advised = str(error.value).partition("such as '")[2].partition("'")[0]
+    assert [file.place.name.name for file in files_of(advised)] == ["train-0.jsonl", "train-1.jsonl"]
+    (tmp_path / "data/test-0.jsonl").unlink()
+    notes: list[str] = []
+    assert len(find_files(source_of(str(tmp_path)), notes)) == 2
+    assert "README.md is not read, as the card" in notes[0]
+
+
+@pytest.mark.parametrize("name", [b"data/caf\xe9.txt", b"fran\xe7ais/a.txt"])
+def test_names_are_bytes(tmp_path: Path, dataset_of: Callable[..., Dataset], name: bytes) -> None:
+    """Archives from other systems have such names. Break: encode a name as UTF-8."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("one two three " * 50)
+    for source in (path, path.parent):
+        assert dataset_of(source).num_train_rows
 
 
 _SHAPES = """

@@ -72,10 +72,13 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
         models.locate(ModelSection(path="gpt2"))
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would apply it."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert find_model(str(tmp_path)) == tmp_path
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds a model and a PEFT adapter .*--lora\.adapter FOLDER"):
         find_model(str(tmp_path))
+    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model\.path is team/model, which holds a model and a PEFT adapter"):
+        models.locate(ModelSection(path="team/model"))

@@ -264,9 +264,7 @@ def test_a_cache_that_cannot_be_written_and_none_are_no_error(
     (tmp_path / "file").touch()
     for _ in range(2):
         assert probe("cpu", cache_dir=tmp_path / "file").rates.host_bytes_per_s == 7.0
-    monkeypatch.setattr(
-        probing, "default_cache_dir", Mock(side_effect=RuntimeError("Could not determine home directory."))
-    )
+    monkeypatch.setattr(probing, "default_cache_dir", Mock(side_effect=ConfigError("no home folder")))
     assert probe("cpu").rates.host_bytes_per_s == 7.0
     assert measured == ["machine"] * 3
 

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from offload.app.config.presets import PRESETS
 from offload.app.config.sections import DOCUMENTS, PYTHON_PREFIX, ModelSection
 from offload.app.hf.deferred_init import DeferredInit
-from offload.app.hf.model_path import find_model, missing_message
+from offload.app.hf.model_path import find_model, missing_message, refuse_adapter
 from offload.app.hf.names import CannotStream, Shape
 from offload.app.hf.quantized import quantization_settings, remove_quantization
 from offload.app.hf.read import LoadReport, build_empty, conversion_advice, read_model, replace_parameters, weight_files
@@ -152,12 +152,14 @@ def locate(section: ModelSection) -> Path | None:
         patterns.append("*.safetensors")
     is_online = _is_hub_reachable()
     try:
-        return Path(snapshot_download(section.path, allow_patterns=patterns, local_files_only=not is_online))
+        folder = Path(snapshot_download(section.path, allow_patterns=patterns, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
         reason = "there is no earlier download, and the hub cannot be reached"
         if is_online:
             reason = _shorten_error(error)
         raise ConfigError(f"{missing_message(section.path)} As the name of a hub model: {reason}.") from error
+    refuse_adapter(folder, section.path)
+    return folder
 
 
 def without_weights(section: ModelSection) -> ModelSection:

@@ -156,4 +156,4 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
 
 def _identity(folder: Path) -> str:
     """Return an identifier for the run folder."""
-    return xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())
+    return xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))

@@ -5,10 +5,12 @@ Training on the wrong files succeeds silently. Therefore a folder must be unambi
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from offload.errors import ConfigError, counted, first_names
@@ -181,15 +183,41 @@ def check_one_type(source: str, paths: Sequence[PurePath], *, is_folder: bool, s
         # A README often lies beside data, so the example names rows before texts.
         most = max(files_by_type, key=lambda file_type: (file_type != "text", len(files_by_type[file_type])))
         suffix = Counter(path.suffix for path in files_by_type[most]).most_common(1)[0][0]
-        relation, base = "matches", "FOLDER"
+        relation, example = "matches", f"FOLDER/*{suffix}"
         # Inside a folder, a glob can be written out. Of another glob, the folder is not known.
         if is_folder:
-            relation, base = "is a folder with", source.rstrip("/") + "/**"
+            relation, example = "is a folder with", f"{source.rstrip('/')}/**/*{suffix}"
+            # A glob over several splits would be refused in turn.
+            folder = Path(source).expanduser()
+            if folder.is_dir() and len(splits := splits_of(files_by_type[most], folder)) > 1:
+                example = _glob_of(splits.get("train", min(splits.values())), paths)
         raise ConfigError(
             f"{setting}={source!r} {relation} files of several kinds: {listed}. Only one kind can be read: select "
-            f"files by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the "
-            "files of one format."
+            f"files by a glob such as {example!r}, or set --data.format (text, jsonl, tokens, ...) to read the files "
+            "of one format."
         )
+
+
+def without_cards(source: str, paths: Sequence[Path], notes: list[str]) -> list[Path]:
+    """Return files without the cards of data sets, README.md beside rows; `notes` receives a message. All of a text
+    folder are returned: there the file is a text as others.
+    """
+    cards = [path for path in paths if path.name.lower() == "readme.md"]
+    if not cards or all(_file_type(path) in ("text", "") for path in paths):
+        return list(paths)
+    notes.append(f"{source}: README.md is not read, as the card of a data set. Name it to read it as text.")
+    return [path for path in paths if path not in cards]
+
+
+def _glob_of(files: Sequence[PurePath], among: Sequence[PurePath]) -> str:
+    """Return a glob for exactly these files among others; the first file if no short one exists."""
+    start = os.path.commonprefix(list(map(str, files)))  # noqa: RUF071 - shards share a part of their names
+    rests = [str(path).removeprefix(start) for path in among if str(path).startswith(start)]
+    matched = sum("/" not in rest and rest.endswith(files[0].suffix) for rest in rests)
+    # A second match of a single file, or a file in a subfolder, would be left out or added.
+    if len(files) > 1 and matched == len(files):
+        return f"{glob.escape(start)}*{files[0].suffix}"
+    return str(files[0])
 
 
 def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
@@ -257,13 +285,13 @@ def select_split(
     others = [path for path in paths if not any(path in files for files in splits.values())]
     if split is None and (len(splits) > 1 or (others and "train" not in splits)):
         firsts = {name: files[0] for name, files in sorted(splits.items())}
-        first = firsts.get("train", min(firsts.values()))
+        example = _glob_of(splits.get("train") or others or min(splits.values()), paths)
         if others:
             firsts["no split"] = others[0]
         listed = ", ".join(f"{file.relative_to(folder)} ({name})" for name, file in firsts.items())
         raise ConfigError(
             f"{setting}={source!r} has files of several splits: {listed}. Without a choice the run would read all of "
-            f"them: name the files of one split, such as {str(first)!r}, or its split in data.sources; "
+            f"them: name the files of one split, such as {example!r}, or its split in data.sources; "
             "data.eval_share holds out a part. To read several splits, name the files of each."
         )
     # A split may be requested by another name: `val` for `validation`.

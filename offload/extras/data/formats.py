@@ -274,16 +274,21 @@ def _columns_to_read(file: SourceFile, data_format: Format, unread: list[str]) -
         return None
     names = columns_of(file) or []
     data_format.check_columns(names, file)
-    columns = [column for key in data_format.known if (column := file.columns.get(key, key)) in names]
+    # Also the key itself: a row without a value in the column may have one there.
+    columns = [each for key in data_format.known for each in (file.columns.get(key, key), key) if each in names]
     unread += sorted(set(names).difference(columns, unread))
     return list(dict.fromkeys(columns))
 
 
 def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with the keys of its format."""
+    """Return a row with the keys of its format. An empty value takes no place of one under the key itself."""
     if not columns:
         return row
-    renamed = {key: row[column] for key, column in columns.items() if column in row}
+    renamed = {
+        key: row[column]
+        for key, column in columns.items()
+        if column in row and (is_empty(row.get(key)) or not is_empty(row[column]))
+    }
     return {key: value for key, value in row.items() if key not in columns.values()} | renamed
 
 

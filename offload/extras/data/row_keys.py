@@ -160,8 +160,10 @@ ROW_KEYS = (
         )
         for name in ("prompt", "messages")
     ),
-    *(_other_name(name, "prompt", _PAIRS)._replace(beside="prompt") for name in ("instruction", "question")),
-    _other_name("conversations", "prompt", _PAIRS),
+    *(
+        _other_name(name, "prompt", _PAIRS)._replace(beside="prompt")
+        for name in ("instruction", "question", "conversations")
+    ),
     RowKey(
         "images",
         "list, or JSON, of pictures",

@@ -31,6 +31,7 @@ from offload.extras.data.file_types import (
     select_split,
     skipped_note,
     suffix_of,
+    without_cards,
 )
 from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files, with_split
 from offload.user_cache import hash_paths
@@ -190,6 +191,7 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
     if is_saved_data_set(inside, folder):
         return [_data_set_file(from_folder(folder, source.split, source.setting), "", source)]
     if source.format == "auto":
+        inside = without_cards(path, inside, notes)
         check_one_type(path, inside, is_folder=True, setting=source.setting)
         suffixes_read |= UNREAD_SUFFIXES  # refused by name, below
     paths = [each for each in inside if suffix_of(each) in suffixes_read]
@@ -304,12 +306,17 @@ def _data_set_file(data_set: DataSet, name: str, source: Source) -> SourceFile:
 
 def hash_text(text: str) -> str:
     """Return a 128-bit hash as 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(_bytes_of(text))
 
 
 def split_hash(name: str) -> float:
     """Return a number in [0, 1) that depends only on `name`."""
-    return xxhash.xxh3_64_intdigest(name.encode()) / 2**64
+    return xxhash.xxh3_64_intdigest(_bytes_of(name)) / 2**64
+
+
+def _bytes_of(text: str) -> bytes:
+    # A file name with other bytes than UTF-8 has them as lone surrogates.
+    return text.encode(errors="surrogatepass")
 
 
 def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[str]:

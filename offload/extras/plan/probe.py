@@ -32,6 +32,7 @@ from offload.accelerators import (
     own_accelerator,
 )
 from offload.app.environment import describe_cores, describe_environment
+from offload.errors import ConfigError
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.layout.planes import DTYPES
 from offload.machine.hardware import FP8, FP8_GAINS, Hardware, Rates
@@ -386,7 +387,7 @@ def _are_valid_rates(rates: Any, names: Collection[str]) -> bool:
 def _user_cache() -> Path | None:
     try:
         return default_cache_dir()
-    except RuntimeError:  # user without a home directory
+    except ConfigError:  # user without a home directory
         return None
 
 

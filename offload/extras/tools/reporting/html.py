@@ -45,7 +45,7 @@ def write_html(path: Path, text: str, option: str) -> None:
     """Write a page atomically. Raises DiskError with the option name."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may be any bytes
         partial.replace(path)
     except OSError as error:
         code = error.errno or 0
