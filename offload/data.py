@@ -17,6 +17,7 @@ from offload.app.config.command_line import (
     say,
     take_gpus,
 )
+from offload.app.telemetry.progress import fitted
 from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ def _show(view: DataView) -> None:
 
     console = Console(highlight=False, markup=False)
     in_colour = console.color_system is not None and not console.no_color
-    console.print("\n".join((*view.told, describe_rows(view))), soft_wrap=True)
+    told = "\n".join((*view.told, describe_rows(view)))
+    if console.is_terminal:
+        told = fitted(told, console.width)
+    console.print(told, soft_wrap=True)
     for source in view.sources:
         console.print("\n".join(_lengths(view, source)), soft_wrap=True)
     if view.samples:

@@ -174,6 +174,21 @@ def test_lines_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not [line for line in lines if "…" in line]
 
 
+def test_lines_of_a_run_break_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path stays whole, so it can be copied."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    text = f"data: text of builtin:stdlib (608 files): {'/folder' * 8}: 608 documents, 3,311,849 tokens, 99.6%"
+    progress = make_progress(1, stream)
+    progress.say(text)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 2
+    assert [word for line in lines for word in line.split()] == text.split()
+    assert all(len(line.rstrip()) <= 40 or " " not in line.strip() for line in lines), lines
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text

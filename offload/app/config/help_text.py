@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import re
 import shutil
-import textwrap
 from collections.abc import Iterator
+
+from offload.app.telemetry.progress import fitted
 
 _NO_DEFAULT = re.compile(r"\s*\(default:\s*(None|False|'')?\)")
 """A default that says nothing."""
@@ -31,10 +31,4 @@ def plain_help() -> Iterator[None]:
 def _plain(text: str, width: int) -> str:
     text = "\n".join(line.rstrip() for line in text.splitlines())
     text = _RULER.sub("", _TITLE.sub(r"\1:", _NO_DEFAULT.sub("", text)))
-    lines = [[line] if len(line) <= width else wrapped(line, width) for line in text.splitlines()]
-    return "\n".join(itertools.chain.from_iterable(lines)).rstrip()
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Return lines of a text that end between words. A word longer than `width` has a line of its own."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return fitted(text, width).rstrip()

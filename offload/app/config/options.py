@@ -18,9 +18,10 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from offload.app.config.config import Config, all_keys, unknown_keys
-from offload.app.config.help_text import plain_help, wrapped
+from offload.app.config.help_text import plain_help
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import nested_types
+from offload.app.telemetry.progress import wrapped
 from offload.conflicts import show
 from offload.errors import ConfigError, nearest, shorten
 from offload.retired import RETIRED, refusal

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -56,6 +58,17 @@ def printable(text: str, stream: Any) -> str:
     """Return the text with escapes for characters missing in the stream encoding."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def fitted(text: str, width: int) -> str:
+    """Return a text with lines of at most `width` characters, which end between words. A longer word stays whole."""
+    lines = [[line] if len(line) <= width else wrapped(line, width) for line in text.splitlines()]
+    return "\n".join(itertools.chain.from_iterable(lines))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return lines of a text that end between words. A word longer than `width` has a line of its own."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None, width: int | None = None) -> str:
@@ -181,7 +194,8 @@ class LiveProgress(Progress):
         self._step_line: Any = None
 
     def say(self, text: str) -> None:
-        self._console.print(printable(text, self._console.file), markup=False, soft_wrap=True)
+        text = fitted(printable(text, self._console.file), self._console.width)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def show_activity(self, text: str, measure: Measure = unmeasured) -> None:
         now = time.monotonic()
