@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
+from offload.user_cache import default_cache_dir
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "half": lambda kept: kept[: len(kept) // 2],
@@ -52,3 +55,11 @@ def test_damaged_tokens_are_made_again_and_told(
     with pytest.warns(UserWarning, match=r"the cached data in .* are damaged .*, and are made again"):
         found = _ids(dataset_of(tmp_path / "a.txt"))
     assert np.array_equal(found, expected)
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: let the RuntimeError through."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        default_cache_dir()
