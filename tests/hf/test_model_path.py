@@ -22,6 +22,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "adapter", "packed", "model"):
         (tmp_path / name).mkdir()
+    for name in ("run/hf", "run/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run/hf/config.json").write_text("{}")
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     (tmp_path / "packed/m.gguf").write_bytes(b"GGUF")
     (tmp_path / "renamed").write_bytes(b"GGUF\3")
@@ -39,6 +42,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a/b/c", ["does not exist"]),
         ("text.txt", ["text.txt is not a JSON file"]),
         ("empty", ["a folder without config.json; set --model.path to a Hugging Face"]),
+        ("run", ["did you mean --model.path run/hf?"]),
+        ("run/checkpoints", ["did you mean --model.path run/hf?"]),
         ("adapter", ["--lora.adapter"]),
         ("packed", ["m.gguf in it is a GGUF file", "from_pretrained('packed', gguf_file='m.gguf', ", "package gguf"]),
         ("packed/m.gguf", ["a GGUF file", "from_pretrained('packed', gguf_file='m.gguf')"]),
