@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from offload.app.config.config import Config
 from offload.app.training.planner import planned_advice
 from offload.engine.engine import Engine
-from offload.errors import ConfigError, DoesNotFitError, common, is_common
+from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
 from offload.extras.plan.alternatives import Tries, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
@@ -193,42 +193,6 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     assert is_common(raised.value), "one rank prints the error"
     with pytest.raises(DoesNotFitError, match="not tried"), planned_advice(""):
         raise DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
-
-
-def levels(section: str) -> list[tuple[str, Any]]:
-    """Return each value of each setting in a section that is open unless set."""
-    config, found = Config(), list[tuple[str, Any]]()
-    numbers = {"prefetch": (0, 1), "sequence_tile": ("none", 16), "head_chunk_bytes": (1 << 18,), "replicas": (1,)}
-    for name, field in type(getattr(config, section)).model_fields.items():
-        if config.get(f"{section}.{name}") == "auto":
-            values = numbers.get(name) or [each for each in get_args(field.annotation) if each != "auto"]
-            found += [(f"{section}.{name}", value) for value in values]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("has_disk", [False, True])
-def test_an_open_setting_is_refused_only_where_none_of_its_values_fits(device: str, has_disk: bool) -> None:
-    machine = read_machine("h100").with_(device=device)
-    settings: dict[str, Any] = {"train.batch_size": 8, "data.sequence_length": 128, "train.precision": "fp32"}
-    if has_disk:
-        settings["offload.nvme_dir"] = ["/disk"]
-    config = Config.load(None, settings)
-    forecaster = Forecaster(config, 1)
-
-    def fits(num_bytes: int, change: dict[str, Any]) -> bool:
-        sizes = {"host_bytes": num_bytes} if device == "cpu" else {"device_bytes": num_bytes}
-        try:
-            initial = forecaster.predict(apply_change(config, change), machine.with_(**sizes), times=False)
-        except ConfigError:
-            return False
-        return place_or_fix(forecaster, initial, lambda _: None).fits
-
-    least = next(mib for mib in range(10, 40, 2) if fits(mib << 20, {}))
-    tried = [*levels("train"), *levels("offload")]
-    assert len(tried) > 30
-    assert not [each for each in tried if fits((least - 2) << 20, dict([each]))]
 
 
 def test_rows_kept_whole_are_no_need_of_a_cpu() -> None:

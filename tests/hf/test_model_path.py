@@ -42,8 +42,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a/b/c", ["does not exist"]),
         ("text.txt", ["text.txt is not a JSON file"]),
         ("empty", ["a folder without config.json; set --model.path to a Hugging Face"]),
-        ("run", ["did you mean --model.path run/hf?"]),
-        ("run/checkpoints", ["did you mean --model.path run/hf?"]),
+        ("run", ["its model is --model.path run/hf."]),
+        ("run/checkpoints", ["its model is --model.path run/hf."]),
         ("adapter", ["--lora.adapter"]),
         ("packed", ["m.gguf in it is a GGUF file", "from_pretrained('packed', gguf_file='m.gguf', ", "package gguf"]),
         ("packed/m.gguf", ["a GGUF file", "from_pretrained('packed', gguf_file='m.gguf')"]),
@@ -70,7 +70,7 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"data\.source='pipe\.txt' is no regular file"):
         check_names(Config.load(None, {"data.source": "pipe.txt"}))
     check_names(Config.load(None, {"data.source": ["text.txt", "*.none", "builtin:stdlib", "https://a/b"]}))
-    (here / "run/checkpoints").mkdir(parents=True)
+    assert (here / "run/checkpoints").is_dir()
     check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # the run folder holds the model
     monkeypatch.setattr(models, "_is_hub_reachable", lambda: False)
     with pytest.raises(ConfigError, match=r"gpt2, which does not exist.*hub cannot be reached"):

@@ -44,7 +44,7 @@ def find_model(name: str) -> Path:
         return path
     file = path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path is {name}, {_describe_folder(path)}.".replace("?.", "?"))
+        raise ConfigError(f"model.path is {name}, {_describe_folder(path)}.")
     check_json(file, name)
     refuse_adapter(path, name)
     return path
@@ -86,7 +86,7 @@ def _describe_folder(folder: Path) -> str:
         return f"a folder without config.json, and {gguf.name} in it is {_describe_gguf(gguf)}"
     for run in (folder, *folder.parents[:2]):  # a run folder, its checkpoints, or one of these
         if (run / "hf" / "config.json").is_file():
-            return f"a folder without config.json: did you mean --model.path {run / 'hf'}?"
+            return f"a folder of a run, without config.json; its model is --model.path {run / 'hf'}"
     return "a folder without config.json; set --model.path to a Hugging Face model folder"
 
 
