@@ -58,6 +58,7 @@ def main(words: list[str]) -> int:
     say(f"planning {config.model.label} on {own['hardware'] or 'this machine'} ...")  # the imports take seconds
     with importing():
         from offload.app.hf.models import quiet_transformers
+        from offload.app.telemetry.progress import work_progress
         from offload.extras.plan.alternatives import MAX_FORECASTS, choose_hardware, forecast
     quiet_transformers()
     hardware = choose_hardware(config, own["hardware"], own["host-memory"])
@@ -65,7 +66,8 @@ def main(words: list[str]) -> int:
     most = MAX_FORECASTS
     if own["tries"] is not None:
         most = _whole_number(own["tries"], "--tries", "of forecasts")
-    prediction = forecast(config, connected, num_ranks, say, most)
+    with work_progress() as tell:
+        prediction = forecast(config, connected, num_ranks, say, most, tell)
     if is_on(own, "json"):
         print(json.dumps(prediction.to_dict(), indent=2))
     else:

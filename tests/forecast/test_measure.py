@@ -163,6 +163,14 @@ def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
         assert one.num_bytes == pytest.approx(all_rows.num_bytes, rel=0.15)
 
 
+def test_chunks_of_a_head_are_one_object() -> None:
+    """A 14B plans 65,000 chunks. Break: scale each anew: twice the CPU time and memory."""
+    chunk_bytes = 4 * ROWS * VOCABULARY * 4
+    _, work = told(build(llama), Settings(micro_batch_size=2, head_chunk_bytes=chunk_bytes))
+    assert work.num_chunks > 2
+    assert len({id(call) for call in work.calls}) == len(work.calls) - (work.num_chunks - 1) * work.chunk_uses
+
+
 @pytest.mark.parametrize("device_memory", ["64MiB", 4 * 4096 * 32 // 4], ids=["whole", "row blocks"])
 def test_products_and_bytes_of_a_head_in_chunks(device_memory: int | str) -> None:
     """A head in chunks costs three products, and the plan adds a recomputation to a head in row blocks: four."""

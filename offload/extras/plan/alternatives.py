@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any
 
+from offload.amounts import Amount, Tell, tell_nobody
 from offload.app.config.config import Config
 from offload.app.hf.models import locate, without_weights
 from offload.app.hf.read import has_weights, weight_files
@@ -88,6 +89,7 @@ def forecast(
     num_ranks: int = 1,
     say: Callable[[str], None] = lambda _text: None,
     most: int = MAX_FORECASTS,
+    tell: Tell = tell_nobody,
 ) -> Forecast:
     """Forecast a run and list alternatives. Raises ConfigError.
 
@@ -96,9 +98,11 @@ def forecast(
     num_ranks: ranks per machine.
     say: receives a line before a long search.
     most: limit for the search if the run does not fit, in forecasts.
+    tell: receives the number of forecasts so far, whenever asked.
     """
     forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
+    tell("planning", lambda: Amount(forecaster.num_made, unit="forecasts"))
     initial = in_parts(forecaster, forecaster.predict(config, hardware))
     prediction = place_or_fix(forecaster, initial, say, most)
     tries = Tries(forecaster, math.inf if prediction.fits else most)

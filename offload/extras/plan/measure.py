@@ -202,15 +202,24 @@ def _run(
 def _scale_to_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:
     """Yield the calls with shared bytes, and scale uses run once per step to all rows.
 
-    Both come from the difference between `calls` (`rows` rows) and `more` (one row more).
+    Both come from the difference between `calls` (`rows` rows) and `more` (one row more). Of a head in thousands of
+    chunks, all chunks are one object, before and after.
     """
+    scaled: dict[tuple[int, int], UnitWork] = {}
     for work, other in zip(calls, more, strict=True):
-        row_bytes = other.input_bytes - work.input_bytes
-        scaled = replace(work, shared_bytes=max(0, work.input_bytes - rows * row_bytes))
-        if not work.is_cut:
-            forward = work.forward.with_rows(all_rows - rows, other.forward)
-            scaled = replace(scaled, forward=forward, backward=work.backward.with_rows(all_rows - rows, other.backward))
-        yield scaled
+        key = id(work), id(other)
+        if key not in scaled:
+            scaled[key] = _scaled(work, other, rows, all_rows)
+        yield scaled[key]
+
+
+def _scaled(work: UnitWork, other: UnitWork, rows: int, all_rows: int) -> UnitWork:
+    row_bytes = other.input_bytes - work.input_bytes
+    scaled = replace(work, shared_bytes=max(0, work.input_bytes - rows * row_bytes))
+    if work.is_cut:
+        return scaled
+    forward = work.forward.with_rows(all_rows - rows, other.forward)
+    return replace(scaled, forward=forward, backward=work.backward.with_rows(all_rows - rows, other.backward))
 
 
 @dataclass
