@@ -91,6 +91,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 }
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
+    "contrastive": ("data",),
     "data": ("tools",),  # the HTML page
     "distill": ("adapters", "data", "frozen"),
     "frozen": ("data",),

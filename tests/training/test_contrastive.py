@@ -32,7 +32,6 @@ from offload.errors import ConfigError
 from offload.extras.adapters.export import export_adapter, export_merged
 from offload.extras.contrastive import losses as losses_module
 from offload.extras.contrastive.losses import InfoNCE
-from offload.extras.contrastive.objective import _stored_files
 from offload.extras.data.dataset import build_dataset
 from offload.extras.data.encoder import Encoder
 from offload.extras.data.findings import Findings
@@ -442,7 +441,7 @@ def test_each_export_has_the_files_and_those_of_the_base(run: Any, pairs: str, t
     more = {"train__steps": 1, "checkpoint__every": 1}
     run("base", family="bert", **asked(pairs, contrastive__pooling="cls", **more))
     base = tmp_path / "base/hf"
-    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    prompts = {"prompts": {"query": "query: "}, "truncate_dim": 8}
     (base / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     (base / "sentence_bert_config.json").write_text('{"do_lower_case": false, "max_seq_length": 512}')
     more["model__path"] = str(base)
@@ -502,7 +501,7 @@ def test_the_model_decides_the_pooling(run: Any, pairs: str, tmp_path: Path, fam
 
 
 @pytest.mark.slow
-def test_a_stored_pooling_is_taken_and_other_modules_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
+def test_a_stored_pooling_is_taken_and_other_options_are_refused(run: Any, pairs: str, tmp_path: Path) -> None:
     """Break: take the mean whatever the folder says; read the pooling alone."""
     run("base", family="bert", **asked(pairs, contrastive__pooling="cls", train__steps=1))
     folder = tmp_path / "base/hf"
@@ -512,30 +511,10 @@ def test_a_stored_pooling_is_taken_and_other_modules_are_refused(run: Any, pairs
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "max"}')
     with pytest.raises(ConfigError, match=r"has the pooling max, and a run computes mean, last or cls"):
         run("other", **asked(pairs, **base))
-    path = folder / "modules.json"
-    path.write_text(path.read_text().replace("Normalize", "Dense"))
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
     for pooling in ("auto", "mean"):
-        with pytest.raises(ConfigError, match=r"modules\.json has the module Dense, and a run trains Transformer"):
+        with pytest.raises(ConfigError, match="has model_type 'CrossEncoder', by which sentence-transformers gives"):
             run("other", **asked(pairs, contrastive__pooling=pooling, **base))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sentence_bert_config.json", {"do_lower_case": True}),
-        ("sentence_bert_config.json", {"modality_config": {"text": {}, "message": {}}}),
-        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}),
-    ],
-)
-def test_an_option_with_other_vectors_is_refused(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Break: keep it in the export, whose vectors are then others than the trained ones."""
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(options | {"max_seq_length": 64}))
-    with pytest.raises(ConfigError, match=f"{[*options][-1]}, by which sentence-transformers gives"):
-        _stored_files(tmp_path)
-    path.write_text(json.dumps({"do_lower_case": False, "modality_config": {"text": {}}, "include_prompt": True}))
-    assert _stored_files(tmp_path)
 
 
 def test_refusals(run: Any, pairs: str) -> None:

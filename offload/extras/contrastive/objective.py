@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import has_target
 from offload.errors import ConfigError
 from offload.extras.contrastive.losses import InfoNCE
+from offload.extras.data.tokenizer import SENTENCE_OPTIONS
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
-_OPTIONS, _PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
+_OPTIONS, _PROMPTS = SENTENCE_OPTIONS[0], "config_sentence_transformers.json"
+_TYPE = "SentenceTransformer"
 _KINDS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 """Modules of an export, with their folders."""
 _NAMES = {
@@ -31,18 +34,25 @@ _NAMES = {
 }
 """Names and flags of sentence-transformers for the poolings. All its versions read the flags."""
 
-_REFUSED: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = {
-    (_OPTIONS, "do_lower_case"): (bool, "write the rows in small letters, and set it to false"),
-    (_OPTIONS, "modality_config"): (
-        lambda value: "message" in (value or {}),
-        "to train bare texts, leave its 'message' out, and chat_template.jinja,",
-    ),
-    (_POOLING, "include_prompt"): (
-        lambda value: value is False,
-        "set it to true, or leave the prompts out of the rows",
+_AS_TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+_IS_KEPT: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("max_seq_length", "do_lower_case", "unpad_inputs"), lambda _: True),
+    "transformer_task": lambda value: value == "feature-extraction",
+    "module_output_name": lambda value: value == "token_embeddings",
+    "modality_config": lambda value: "message" not in value and value.get("text") == _AS_TEXT,
+    "processing_kwargs": lambda value: not (value.get("text") or value.get("common")),
+    **dict.fromkeys(
+        [f"{part}_{end}" for part in ("model", "tokenizer", "processor", "config") for end in ("args", "kwargs")],
+        lambda value: value.keys() <= {"attn_implementation", "trust_remote_code"},
     ),
 }
-"""By file and option: whether a value changes the vectors of a text, and the remedy. Other options are kept."""
+"""By option in `_OPTIONS`: whether a value leaves the vectors of a text. Of other options, only those without value."""
+_FIXES = {
+    "modality_config": "to train bare texts, leave its 'message' out, and chat_template.jinja,",
+    "include_prompt": "set it to true",
+    "default_prompt_name": "write the prompts into the rows, and set it to null",
+}
+"""By option: the remedy. Of others: to leave them out."""
 
 
 class Contrastive(Objective):
@@ -104,28 +114,54 @@ class Contrastive(Objective):
 
 
 def _stored_files(folder: Path | None) -> dict[str, Any]:
-    """Return, by name, the files of sentence-transformers in the folder of a model. Raises ConfigError for a module
-    that no run trains.
+    """Return, by name, the files of sentence-transformers in the folder of a model. Raises ConfigError for modules and
+    options under which the export would give other vectors than the trained ones.
     """
     if folder is None:
         return {}
-    names = (name for name in (_MODULES, _OPTIONS, _PROMPTS, _POOLING) if (folder / name).is_file())
-    found = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in names}
-    for module in found.get(_MODULES, ()):
-        kind = module["type"].rpartition(".")[2]
-        if kind not in _KINDS:
-            raise ConfigError(
-                f"{folder / _MODULES} has the module {kind}, and a run trains {', '.join(_KINDS)} alone, so the export "
-                f"would give other vectors: set --model.path to a folder without {kind}, or to a copy without "
-                f"{_MODULES}."
-            )
-    for (name, option), (changes, fix) in _REFUSED.items():
-        if changes(found.get(name, {}).get(option)):
-            raise ConfigError(
-                f"{folder / name} has {option}, by which sentence-transformers gives the model other tokens or vectors "
-                f"than a run trains: {fix} in a copy of the folder."
-            )
+    found: dict[str, Any] = {}
+    for names in ((_MODULES,), SENTENCE_OPTIONS, (_PROMPTS,)):
+        if path := next((folder / name for name in names if (folder / name).is_file()), None):
+            found[names[0]] = json.loads(path.read_text(encoding="utf-8"))
+    pooling = folder / _check_modules(folder, found.get(_MODULES)) / "config.json"
+    if pooling.is_file():
+        found[_POOLING] = json.loads(pooling.read_text(encoding="utf-8"))
+    for name, option, value in _unfit_options(found):
+        raise ConfigError(
+            f"{folder / name} has {option} {value!r:.60}, by which sentence-transformers gives a text other tokens or "
+            f"vectors than a run trains: {_FIXES.get(option, 'leave it out')} in a copy of the folder."
+        )
     return found
+
+
+def _check_modules(folder: Path, modules: Sequence[Mapping[str, str]] | None) -> str:
+    """Return the folder of the pooling in the folder of a model. Raises ConfigError for modules that no run trains."""
+    if modules is None:
+        return _KINDS["Pooling"]
+    given = [(*module["type"].rpartition("."), module["path"]) for module in modules]
+    # A class of another package may have the same name.
+    kinds = [kind for package, _, kind, _ in given if package.startswith("sentence_transformers.")]
+    if len(kinds) < 2 or kinds != [*_KINDS][: len(given)] or given[0][-1]:
+        raise ConfigError(
+            f"{folder / _MODULES} has {', '.join(f'{kind} in {path!r}' for *_, kind, path in given)}, and a run trains "
+            f"{', '.join(_KINDS)} in this order, the first in '', so the export would give other vectors: set "
+            f"--model.path to a folder with these alone, or to a copy without {_MODULES}."
+        )
+    return given[1][-1]
+
+
+def _unfit_options(stored: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (file, option, value) of each option that changes the vectors of a text."""
+    for option, value in stored.get(_OPTIONS, {}).items():
+        if value is not None and not _IS_KEPT.get(option, operator.not_)(value):
+            yield _OPTIONS, option, value
+    if stored.get(_POOLING, {}).get("include_prompt") is False:
+        yield _POOLING, "include_prompt", False
+    prompts = stored.get(_PROMPTS, {})
+    if prompts.get("prompts", {}).get(name := prompts.get("default_prompt_name")):
+        yield _PROMPTS, "default_prompt_name", name
+    if (kind := prompts.get("model_type", _TYPE)) != _TYPE:
+        yield _PROMPTS, "model_type", kind
 
 
 def _stored_pooling(folder: Path | None) -> str:
@@ -135,7 +171,9 @@ def _stored_pooling(folder: Path | None) -> str:
         return ""
     flags = [key for key, value in stored.items() if key.startswith("pooling_mode_") and value is True]
     mode = stored.get("pooling_mode")  # in place of the flags, since version 5.5
-    found = [name for name, (own, flag) in _NAMES.items() if mode == own or (mode is None and flags == [flag])]
+    if mode is None and not flags:
+        mode = "mean"
+    found = [name for name, (own, flag) in _NAMES.items() if mode in (own, [own]) or (mode is None and flags == [flag])]
     if not found:
         raise ConfigError(
             f"{folder / _POOLING} has the pooling {mode or flags}, and a run computes mean, last or cls: set "

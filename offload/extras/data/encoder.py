@@ -32,6 +32,7 @@ from offload.extras.data.tokenizer import (
     load_tokenizer,
     sampling_rate,
     tokenizer_folder,
+    treat_as_sentences,
 )
 from offload.extras.data.workers import encode_ahead
 
@@ -74,6 +75,8 @@ class Encoder:
             else:
                 loaded = load_tokenizer(path)
             check_vocabulary(loaded, settings.vocab_size, path)
+            if settings.grouped == "contrastive":
+                treat_as_sentences(loaded, model_path)
             encoder = cls(loaded, train_on_prompt, end_texts(loaded, model_path), processor)
             without = not loaded.chat_template and processor is None
             if without and any(each.uses_template for each in sources):

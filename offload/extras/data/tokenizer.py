@@ -33,6 +33,11 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+SENTENCE_OPTIONS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Files with options of sentence-transformers for a model. The first that there is counts."""
 _LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow", "pillow")
 _TRAINING_CHARS = 256 << 20  # a sample is enough: merges beyond this much text are rare words
 
@@ -166,18 +171,47 @@ def end_texts(tokenizer: Any, model_path: str | None) -> tuple[str, ...]:
 
 def _model_end_ids(model_path: str | None) -> Any:
     """Return `eos_token_id` of a model: an id, a list, or None."""
+    # transformers also reads the ends of generation from the first of these files that there is.
+    return _read_first(model_path, "generation_config.json", "config.json").get("eos_token_id")
+
+
+def _read_first(model_path: str | None, *names: str) -> dict[str, Any]:
+    """Return the content of the first JSON file that a model has: a folder, a file in it, or a hub name."""
     from transformers.utils import cached_file
 
     if model_path is None:
-        return None
-    # transformers also reads the ends of generation from the first of these files that there is.
-    for name in ("generation_config.json", "config.json"):
+        return {}
+    for name in names:
         path = cached_file(
             place_of(model_path), name, local_files_only=True, _raise_exceptions_for_missing_entries=False
         )
         if path is not None:
-            return json.loads(Path(path).read_bytes()).get("eos_token_id")
-    return None
+            return dict(json.loads(Path(path).read_bytes()))
+    return {}
+
+
+def treat_as_sentences(tokenizer: Any, model_path: str | None) -> None:
+    """Let a tokenizer write texts in small letters first, if sentence-transformers does so for the model.
+
+    Raises ConfigError for a tokenizer without normalizer, and for one that cuts the beginning of a text.
+    """
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    if tokenizer.truncation_side != "right":
+        raise ConfigError(
+            "the tokenizer has truncation_side 'left', and a run cuts the end of a long text, so sentence-transformers "
+            "would give other vectors: set it to 'right' in a copy of the folder (tokenizer_config.json)."
+        )
+    if not _read_first(model_path, *SENTENCE_OPTIONS).get("do_lower_case"):
+        return
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{model_path} has do_lower_case, and its tokenizer has no normalizer: set it to false in a copy of the "
+            "folder, and write the rows in small letters."
+        )
+    rules = tokenizer.backend_tokenizer
+    if rules.normalizer is None or rules.normalizer.normalize_str("A") != "a":
+        rules.normalizer = Sequence([each for each in (Lowercase(), rules.normalizer) if each is not None])
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
