@@ -36,7 +36,7 @@ OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
 EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-compared wheels soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-steps lease-compared wheels soak fuzz lint type bench
 .PHONY: mutations flaky real-size sanitize aarch64 check clean offline upstream docs wheel bits shape
 
 help:
@@ -48,7 +48,8 @@ help:
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; five minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
-	@echo "make lease     figures of a quarter of an hour with a GPU: host memory, kernels, steady steps  (WHEELS=...)"
+	@echo "make lease     first half of a quarter of an hour with a GPU, within ten minutes: what no card has shown  (OUT=... WHEELS=...)"
+	@echo "make lease-steps  second half: steady steps, host memory"
 	@echo "make lease-compared  the same with DeepSpeed ZeRO-3 and FSDP2 beside the engine, on a 3B and an 8B"
 	@echo "make wheels    packages that both need beside torch and transformers, for a machine without a network  (WHEELS_PYTHON=3.12)"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
@@ -151,11 +152,12 @@ gpu-check:
 	@test -e $(VENV)/offline -a -z "$(WHEELS)" || \
 	  PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup > /dev/null 2>&1 || \
 	  $(MAKE) --no-print-directory offline
-	@ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
+	@OUT="$(OUT)" ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
 
-# The parts for a quarter of an hour with a GPU: host memory, kernels, steady steps.
-lease:
-	@$(MAKE) --no-print-directory gpu-check PART=lease
+# A quarter of an hour with a GPU, in two commands of less than ten minutes: what no card has shown, kernels and a compiled
+# step; then steady steps and host memory. OUT=folder gets the results.
+lease lease-steps:
+	@$(MAKE) --no-print-directory gpu-check PART=$@
 
 # Another quarter of an hour: DeepSpeed ZeRO-3 and FSDP2 beside the engine. RIVALS=yes lets make wheels bring DeepSpeed.
 lease-compared:

@@ -289,10 +289,16 @@ def sync(check: Check) -> str:
     return "no operation of a step waited for the device"
 
 
-def cudnn(check: Check) -> str:
-    """Compare cuDNN attention, which torch chooses on Hopper GPUs and parity leaves out: forward with and without a
-    graph, two backwards, and the loss of an engine's step with plain PyTorch's.
-    """
+def attention_bits(check: Check) -> str:
+    """Compare bits of cuDNN attention without a mask: a forward with and without a graph, and two backwards."""
+    found = equal_bits(check)
+    for name, is_equal in found.items():
+        check.add(Result(f"cuDNN attention, {name}", float(is_equal), "equal"))
+    return f"{found}"
+
+
+def equal_bits(check: Check) -> dict[str, bool]:
+    """Return which results of causal attention have the same bits."""
     with sdpa_kernel(SDPBackend.MATH if check.is_dry else SDPBackend.CUDNN_ATTENTION):
         shape = 2, 8, check.scaled(SEQUENCE), 64
         qkv = [torch.randn(shape, device=check.accelerator.device, dtype=torch.bfloat16) for _ in range(3)]
@@ -301,11 +307,19 @@ def cudnn(check: Check) -> str:
             without_graph = attend()
         results = [attend() for _ in range(2)]
         gradients = [torch.autograd.grad(result, qkv, result.detach()) for result in results]
-        found = {
+        return {
             "forward without a graph": torch.equal(without_graph, results[0]),
             "second forward": torch.equal(*results),
             "second backward": all(map(torch.equal, *gradients)),
         }
+
+
+def cudnn(check: Check) -> str:
+    """Compare cuDNN attention, which torch chooses on Hopper GPUs and parity leaves out: `equal_bits`, and the loss of
+    an engine's step with plain PyTorch's.
+    """
+    found = equal_bits(check)
+    with sdpa_kernel(SDPBackend.MATH if check.is_dry else SDPBackend.CUDNN_ATTENTION):
         losses, batch = [], next(check.batches(2 * SEQUENCE, 64))
         for is_plain in (True, False):
             torch.manual_seed(0)

@@ -39,6 +39,7 @@ from benchmarks.gpu_parts import (
 )
 from offload import AdamW, Engine, Placement
 from offload.errors import describe
+from offload.extras.quant.codecs import INT4
 from offload.extras.tools.benches.report import Result
 from offload.layout.codecs import CODECS
 from offload.native import kernels
@@ -243,11 +244,12 @@ def add_rate(
 
 
 def decode(check: Check) -> str:
-    """Time decoding of int8 and nf4 weights on the device, and the host's part of the launches."""
+    """Time decoding of quantized weights on the device, and the host's part of the launches."""
     numel, notes = check.scaled(1 << 26), []
     weights = torch.randn(numel) * 0.02
-    for name in ("int8", "nf4"):
-        codec, device = CODECS[name], check.accelerator.device
+    device = check.accelerator.device
+    for codec in (*map(CODECS.__getitem__, ("int8", "nf4", "fp8")), INT4):
+        name = codec.name
         records = torch.cat([data for *_, data in codec.encoded(weights.split(1 << 20))]).to(device)
         out, workspace = torch.empty(numel, dtype=torch.bfloat16, device=device), codec.workspace(numel).to(device)
         run = partial(codec.decode, records, out, workspace)
