@@ -45,6 +45,8 @@ TABLES = {
 MODULES = (hardware, timing, workload, dispatched, noise, machine_files)
 """Modules with numbers beside the described rates."""
 Key = tuple[str, str]
+LACKING, OLDER = "not planned yet", "planned with other rates"
+"""Faults that the pages show."""
 
 
 def digest(value: Any) -> str:
@@ -103,12 +105,17 @@ def faults(rows: Mapping[str, Mapping[str, list[str]]]) -> Iterator[tuple[Key, s
     documents = {group: read(group) for group in TABLES}
     for (group, name), machine in entries():
         entry, row = TABLES[group].entry(documents[group], name), rows.get(group, {}).get(name)
-        if entry is None or row is None:
-            yield (group, name), "not planned yet"
-        elif row[2] != digest(entry):
+        if entry is None:
+            yield (group, name), LACKING
+        elif row is not None and row[2] != digest(entry):
             yield (group, name), "changed by hand"
-        elif row[1] != rates_digest(machine):
-            yield (group, name), "planned with other rates"
+        elif row is None or row[1] != rates_digest(machine):
+            yield (group, name), OLDER
+
+
+def older(group: str) -> set[str]:
+    """Return the entries of a group that were planned with other rates. Pages mark them."""
+    return {name for (its, name), reason in faults(ledger()) if (its, reason) == (group, OLDER)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +179,7 @@ def pages() -> None:
     """Write every page from the stored entries."""
     for group, table in TABLES.items():
         if table.page is not None:
-            write(table.page, table.text(read(group)))
+            write(table.page, table.text(read(group), older(group)))
     subprocess.run([sys.executable, "docs/make.py"], cwd=harness.ROOT, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -15,7 +15,7 @@ import atexit
 import functools
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ lists one of them by name.
 TIERS = {"device": ("device",), "host": ("cpu", "pinned"), "disk": ("nvme",)}
 
 
+OLDER = "†: planned before the last change of the machines' rates; the speed may be off by a third."
+
+
 class PlanRows:
     """The rows of docs/plans.md: a model on a card, with each size of host memory."""
 
@@ -110,12 +113,19 @@ class PlanRows:
         """Return the text of the result file."""
         return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
 
-    def text(self, document: Mapping[str, Any]) -> str:
-        """Return the page: a section for a model, a row for a GPU, a column for a size of host memory."""
-        lines = [PLANS_HEAD]
+    def text(self, document: Mapping[str, Any], older: Collection[str]) -> str:
+        """Return the page: a section for a model, a row for a GPU, a column for a size of host memory.
+
+        older: rows to mark.
+        """
+        lines = [PLANS_HEAD, *([f"{OLDER}\n"] if older else [])]
+        marks = {name: " †" * (name in older) for name in self.names()}
         for model in MODELS:
             titles = ["", *(f"host {size} GiB" for size in HOSTS_GIB)]
-            cells = ([title, *document.get(f"{model}, {gpu}", ["not planned yet"] * 3)] for gpu, title in GPUS.items())
+            names = {f"{model}, {gpu}": title for gpu, title in GPUS.items()}
+            cells = (
+                [title + marks[name], *document.get(name, ["not planned yet"] * 3)] for name, title in names.items()
+            )
             lines += [f"## {model}\n", harness.table(titles, *cells), ""]
         return "\n".join(lines)
 

@@ -11,12 +11,12 @@ offload plan --model.path Qwen/Qwen2.5-14B --hardware h100 --host-memory 512GiB 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.plan_tables import scratch
+from benchmarks.plan_tables import OLDER, scratch
 from offload.app.config.config import Config
 from offload.app.config.presets import PRESETS
 from offload.extras.plan.alternatives import apply_change, in_parts, place
@@ -155,7 +155,7 @@ ROWS = (
     ),
     Published("–", "Llama 3.1 8B", "h100", 512, 32768),
     Published("–", "Qwen2.5 14B", "h100", 512, 131072),
-    Published("SuperOffload [e]", "Qwen3 14B", "gh200", 434, 16384, ("4,800 to 6,400", "–"), _MASTERS),
+    Published("SuperOffload [e]", "Qwen3 14B", "gh200", 430, 16384, ("4,800 to 6,400", "–"), _MASTERS),
     Published(
         "Surogate [f]", "Llama 3.1 8B", "h100", 512, 16384, ("11,600", "12,900"), "base resident", row_tokens=2048,
         adapter=Adapter("q k v o gate up down, rank 16", _SEVEN, 16), settings=_STREAMED,
@@ -280,9 +280,9 @@ class Rows:
         """Return the text of the result file."""
         return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
 
-    def text(self, document: Mapping[str, Any]) -> str:
-        """Return the page."""
-        return page(document) + "\n"
+    def text(self, document: Mapping[str, Any], older: Collection[str]) -> str:
+        """Return the page. older: rows to mark."""
+        return page(document, older) + "\n"
 
 
 def planned(row: Published) -> dict[str, Any]:
@@ -322,19 +322,21 @@ def figures(plan: Forecast) -> dict[str, Any]:
     }
 
 
-def page(stored: Mapping[str, Any]) -> str:
+def page(stored: Mapping[str, Any], older: Collection[str] = ()) -> str:
     """Return the page of the stored plans."""
-    full = [list(cells(row, stored)) for row in ROWS if row.adapter is None]
+    full = [list(cells(row, stored, older)) for row in ROWS if row.adapter is None]
     adapters = []
     for row in ROWS:
         if row.adapter is not None:
-            first = list(cells(row, stored))
+            first = list(cells(row, stored, older))
             adapters.append([*first[:4], f"{row.adapter.ours}; {row.adapter.theirs}", *first[4:]])
     tables = [harness.table(TITLES, *full), ADAPTERS_HEAD, harness.table(ADAPTER_TITLES, *adapters), NOTES, PART_HEAD]
-    return "\n".join([HEAD, *tables, harness.table(PART_TITLES, *part_rows(stored))])
+    return "\n".join(
+        [HEAD, *([f"{OLDER}\n"] if older else []), *tables, harness.table(PART_TITLES, *part_rows(stored))]
+    )
 
 
-def cells(row: Published, stored: Mapping[str, Any]) -> Iterator[str]:
+def cells(row: Published, stored: Mapping[str, Any], older: Collection[str]) -> Iterator[str]:
     """Yield the cells of a row."""
     plans = stored.get(row.title, {})
     yield row.who
@@ -346,7 +348,7 @@ def cells(row: Published, stored: Mapping[str, Any]) -> Iterator[str]:
         yield theirs
         yield cell(plans.get(column))
     yield ", ".join(filter(None, map(ahead, row.theirs, (plans.get(column) for column in COLUMNS)))) or "–"
-    yield plans.get("commit", "–")
+    yield plans.get("commit", "–") + " †" * (row.title in older)
     yield row.differs
 
 

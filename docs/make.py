@@ -409,7 +409,7 @@ def plans_table() -> str:
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     return (
         f"{table(titles, rows)}\n\n"
-        "A forecast is a [plan](benchmarks/forecasts.py): all parameters, compiled, AdamW with fp32 states, "
+        "A forecast is a [plan](benchmarks/plan_tables.py): all parameters, compiled, AdamW with fp32 states, "
         f"{told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/figures.md#a-real-gpu), random "
         f"weights, {tokens_8b} (8B) and {tokens_3b} (3B)\ntokens a step; a single step overlaps with none before or "
         f"after it. Plain PyTorch: {sum(PLAIN.values())} bytes a\nparameter, without activations; speed unknown."
@@ -555,7 +555,7 @@ def older_plans() -> list[str]:
     """Return the entries of the page that were planned before the last change of rates: model, method, card."""
     from benchmarks import forecasts
 
-    return [name for (group, name), _ in forecasts.faults(forecasts.ledger()) if group == "fit"]
+    return sorted(forecasts.older("fit"))
 
 
 def fastest(page: dict[str, Any], rows: list[Any], host: int, has_disk: bool) -> list[Any] | None:
@@ -595,7 +595,9 @@ def fit_tables() -> str:
             cells.append(row)
         parts.append(f"### {title}\n\n{table(['model', *titles], cells)}")
     if page["older"]:
-        parts.append("†: planned before the last change of the machines' rates; the speed may be off by a third.")
+        from benchmarks.plan_tables import OLDER
+
+        parts.append(OLDER)
     return "\n\n".join(parts)
 
 
