@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from offload import user_cache
+from offload.errors import ConfigError
 from offload.user_cache import code_hash, default_cache_dir, read_json, write_json
 
 
@@ -88,7 +89,7 @@ def test_without_a_folder_it_is_made_each_time(home: Path, monkeypatch: pytest.M
     home.parent.parent.joinpath("offload").touch()
     make = Mock(return_value=b"x")
     assert {user_cache.kept_bytes("things", ["a"], make) for _ in range(2)} == {b"x"}
-    monkeypatch.setattr(user_cache, "default_cache_dir", Mock(side_effect=RuntimeError("no home")))
+    monkeypatch.setattr(user_cache, "default_cache_dir", Mock(side_effect=ConfigError("no home")))
     assert user_cache.kept_bytes("things", ["a"], make) == b"x"
     assert make.call_count == 3
 

@@ -313,7 +313,9 @@ def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
 
 
 def test_a_run_with_all_on_the_device_needs_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator: Any = SimpleNamespace(device=torch.device("xpu"), free_bytes=24 << 30, is_integrated=False)
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("xpu"), free_bytes=24 << 30, is_integrated=False, capability=None
+    )
     machine = ThisMachine(accelerator, agreed_memory=FreeMemory(24 << 30, 1 << 36, "all", False, 0, 24 << 30))
     measured = []
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from offload.errors import OffloadError
 
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf", "grad"),
-    *("grad_fn", "retains_grad", "output_nr", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"),
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "grad_fn"),
+    *("retains_grad", "output_nr", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(name for name, value in vars(torch._C.TensorBase).items() if name.startswith("is_") and not callable(value)),
 )
 _SET = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _METHODS = (
