@@ -329,3 +329,16 @@ def test_parts_of_compute_are_the_compute_of_a_step(recompute: str) -> None:
     assert sum(parts.values()) == pytest.approx(sum(call.forward_s + call.backward_s for call in step.calls))
     assert (parts.get("recomputed", 0.0) > 0) == (recompute == "always")
     assert min(parts["products"], parts["gradients"], parts["gaps"]) > 0
+
+
+@pytest.mark.parametrize("num_perturbations", [1, 2])
+def test_noise_is_a_part_of_the_compute_of_a_step_without_backward(num_perturbations: int) -> None:
+    """Break: leave out the noise, or count it once for all directions."""
+    rule = MeZO(lr=1e-4, num_perturbations=num_perturbations)
+    settings = Settings(optimizer=rule, precision="bf16", micro_batch_size=2)
+    its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
+    machine = MACHINE.with_(device="cuda", rates=replace(RATES, moved_bytes_per_s=64.0))
+    step = PlannedStep(its, found, machine)
+    parts = step.compute_parts
+    assert sum(parts.values()) == pytest.approx(sum(call.forward_s for call in step.calls))
+    assert min(parts["products"], parts["noise"]) > 0

@@ -218,10 +218,10 @@ class PlannedStep:
         """Device seconds of a step by part, without waits and launches.
 
         As in `device_parts`, of forwards and backwards; "recomputed": repeated forwards; "gradients": copies and sums
-        of gradients in their buffers. Without a backward: nothing.
+        of gradients in their buffers. Without a backward: forwards, and "noise": random directions added to weights.
         """
         if not self._has_backward:
-            return {}
+            return self._forward_only_parts()
         parts: defaultdict[str, float] = defaultdict(float)
         arguments = self.workload.num_micro_batches, self.settings, self.hardware
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
@@ -230,6 +230,27 @@ class PlannedStep:
             parts["recomputed"] += times * self._compute(work, self._recomputation(number, work))[0]
             parts["gradients"] += self._gradient_seconds(number)[0]
         return {name: self.workload.num_passes * seconds for name, seconds in parts.items() if seconds}
+
+    def _forward_only_parts(self) -> dict[str, float]:
+        parts: defaultdict[str, float] = defaultdict(float)
+        count = self.settings.optimizer.num_directions
+        for work in self.workload.calls:
+            costs = [work.forward] * (2 * count)
+            found = device_parts(work, costs, self.workload.num_micro_batches, self.settings, self.hardware)
+            for name, seconds in found.items():
+                parts[name] += seconds
+        parts["noise"] = count * sum(self._perturbing_seconds(regions)[0] for regions in self._perturbed())
+        return {name: self.workload.num_passes * seconds for name, seconds in parts.items() if seconds}
+
+    def _perturbed(self) -> Iterator[Sequence[Region]]:
+        """Yield the regions of each perturbation along one direction: resident ones, then those of each use."""
+        yield [region for unit in self.units if unit.resident for region in unit.regions]
+        last = None
+        for work in self.workload.calls:
+            regions = self._regions_of(work)
+            is_kept = self.settings.optimizer.num_directions == 1 and work.name == last
+            yield () if is_kept else regions  # a repeated use keeps the weights
+            last = work.name or last
 
     def _gradient_seconds(self, number: int) -> tuple[float, float]:
         return compute_seconds(NO_WORK, [self.gradient_costs[number]], 1, self.settings, self.hardware)
@@ -250,18 +271,17 @@ class PlannedStep:
         The estimate assumes every unit participates, and omits magnitudes.
         """
         count = self.settings.optimizer.num_directions
-        if stay := [region for unit in self.units if unit.resident for region in unit.regions]:
+        perturbed = self._perturbed()
+        if stay := next(perturbed):
             device_s, host_s = self._perturbing_seconds(stay)
             yield SimulatedCall((), count * device_s, 0.0, count * host_s, 0.0)
-        last = None
-        for work in self.workload.calls:
+        for work, moved in zip(self.workload.calls, perturbed, strict=True):
             regions = self._regions_of(work)
             device_s, host_s = self._compute(work, [work.forward] * (2 * count))
-            if regions and (count > 1 or work.name != last):  # a repeated use keeps the weights
-                perturbing_s = self._perturbing_seconds(regions)
+            if moved:
+                perturbing_s = self._perturbing_seconds(moved)
                 device_s += count * perturbing_s[0]
                 host_s += count * perturbing_s[1]
-            last = work.name or last
             if regions:
                 host_s += 2 * count * self._host_seconds(work)[0]
             yield SimulatedCall(regions, device_s, 0.0, host_s, 0.0)
