@@ -22,7 +22,7 @@ from tests.cases.features import CASES, PLACES
 from tests.cases.models import build
 from tests.cases.run import small
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
-from tests.engine.device import own_device
+from tests.engine.device import own_device, twin
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states, updating_device
 from tests.engine.ranks import run
@@ -402,6 +402,8 @@ def alone(way: str) -> dict[str, Tensor]:
     "plain", else with two engines in fp16.
     """
     first, second = build(Through), build(Through, seed=1)
+    if way == "plain":
+        first, second = twin(first), twin(second)
     engines = [] if way == "plain" else [Engine(model, RULE, precision="fp16") for model in (first, second)]
     own, seen, kept = nn.Linear(WIDTH, WIDTH), list[Tensor](), list[Tensor]()
     with torch.no_grad():

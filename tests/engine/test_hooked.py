@@ -22,9 +22,11 @@ from offload.errors import ConfigError, OffloadError
 from tests.cases.models import build
 from tests.engine import any_batch, handmade
 from tests.engine.compare import assert_same, step_of
+from tests.engine.device import cpu_only
 from tests.engine.handmade import Block, ReadFromOutside, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 
+pytestmark = cpu_only("torch gives a CPU parameter no memory of the simulated accelerator, as it would of a GPU")
 STREAMED = Placement(parameters="cpu", optimizer="cpu")
 RECOMPUTES = ("always", "never")
 REFUSED = {("ChangesContainers", "always")}
