@@ -71,6 +71,8 @@ def test_an_entry_of_this_turn_is_planned_as_stored(
     turn = pytestconfig.getoption("slow_turn") or datetime.date.today().toordinal()
     keys = [key for key, _ in forecasts.entries()]
     group, name = keys[(turn * NUM_TURNS + number) % len(keys)]
+    if reason := dict(forecasts.faults(forecasts.ledger())).get((group, name)):
+        pytest.skip(f"{group}: {name}: {reason}, as its page says")
     table = forecasts.TABLES[group]
     stored = table.entry(documents[group], name)
     document: dict[str, Any] = {}
