@@ -107,7 +107,7 @@ class Flow:
             for piece in region.pieces:
                 parameter = self._parameters[piece.parameter]
                 if parameter.requires_grad and region.units[0] == unit.name:
-                    parameter.register_post_accumulate_grad_hook(partial(Uses.land, uses, unit, piece))
+                    parameter.register_post_accumulate_grad_hook(partial(Uses.land, uses, unit, region, piece))
 
     def _route(self, unit: Unit) -> None:
         original = unit.module.forward

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from offload.engine.hooked.parameters import AbsentParameter, HiddenWeights
 from offload.engine.units.find import UnitCandidate
-from offload.layout.regions import Piece, Region
+from offload.layout.regions import Region
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
@@ -85,17 +85,7 @@ class Unit:
         self.compared: frozenset[int] | None = None
         """Numbers of the saved tensors to compare."""
 
-    def region_of(self, piece: Piece) -> Region:
-        """Return the region with a piece."""
-        return next(region for region in self.regions if piece in region.pieces)
-
     # -- weights in the parameters ---------------------------------------------------------------------------
-
-    @property
-    def key(self) -> int:
-        """Address of the storage of the present weights, by which tensors over them are found."""
-        assert self._place is not None
-        return self._place.storage._cdata
 
     def show(self) -> None:
         """Give the parameters the fetched weights."""
@@ -112,11 +102,13 @@ class Unit:
     @property
     def is_lent(self) -> bool:
         """True if a tensor over the weights, other than the parameters, is alive."""
-        return self._place is not None and torch._C._storage_Use_Count(self.key) > self._place.num_uses
+        place = self._place
+        return place is not None and torch._C._storage_Use_Count(place.storage._cdata) > place.num_uses
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True for a tensor over the present weights."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self.key
+        assert self._place is not None
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._place.storage._cdata
 
     def copied(self, result: Any) -> Any:
         """Return a result of the module in which tensors over the weights are copies, since it outlives the use."""

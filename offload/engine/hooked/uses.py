@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from offload.engine.units.runner import RunAhead
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import Piece
+from offload.layout.regions import Piece, Region
 from offload.schedule.execute import Executor
 from offload.tiers.device import Device
 
@@ -46,7 +45,6 @@ class Uses:
 
         self._callers: list[Unit] = []
         """Units whose forward runs: the last one is called by the one before."""
-        self._by_key = weakref.WeakValueDictionary[int, Unit]()
 
     def enter(self, unit: Unit, backward: bool = False, reads: bool = True) -> None:
         """Begin a use: fetch the weights (if `reads`), and for a backward make room for the gradients."""
@@ -68,7 +66,6 @@ class Uses:
             self._name = f"backward {unit.name}"
         if reads:
             unit.show()
-            self._by_key[unit.key] = unit
         self._begin = self._lanes.now()
 
     def leave(self, sends: bool = True) -> None:
@@ -114,8 +111,8 @@ class Uses:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:
             return tensor.clone()  # its parts may lie over weights
-        unit = self._by_key.get(tensor.untyped_storage()._cdata)
-        if unit is None:
+        unit = self._unit
+        if unit is None or not self._reads or not unit.holds(tensor):
             return tensor
         return WeightView(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -123,8 +120,8 @@ class Uses:
         self.enter(name.unit, backward=True)
         return name.unit.view(name)
 
-    def land(self, unit: Unit, piece: Piece, parameter: nn.Parameter) -> None:
+    def land(self, unit: Unit, region: Region, piece: Piece, parameter: nn.Parameter) -> None:
         """Take the gradient of a parameter out of autograd, to the host."""
-        if not self._gradients.lasts(unit.region_of(piece)):
+        if not self._gradients.lasts(region):
             self.enter(unit, backward=True, reads=False)
         self._gradients.take(piece, parameter)
