@@ -10,6 +10,14 @@ import torch
 from torch import nn
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of a model."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in eval mode, without gradients, and restore each mode at exit."""

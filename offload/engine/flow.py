@@ -34,6 +34,7 @@ from offload.engine.units.stages import open_stages
 from offload.engine.units.unit import Unit, open_units, put_parameters
 from offload.engine.weights import Weights
 from offload.layout.residence import DISK, HOST
+from offload.modules import move_buffers
 from offload.planning.plan import budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -192,10 +193,7 @@ class Flow:
 
     def move_buffers(self, device: torch.device) -> None:
         """Move all buffers of the model."""
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
+        move_buffers(self.model, device)
 
     def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""

@@ -132,10 +132,8 @@ class EnginePlan:
 
         Allocates nothing. Collective. Raises ConfigError and DoesNotFitError.
         """
-        placement, compiles = (
-            settings.placement.share(comm.most_local),
-            settings.compile_on(machine.device, machine.capability),
-        )
+        placement = settings.placement.share(comm.most_local)
+        compiles = settings.compile_on(machine.device, machine.capability)
         settings = replace(settings, device=machine.device, placement=placement, compile=compiles)
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
         return cls(settings, structure, plan)

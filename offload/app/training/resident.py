@@ -22,6 +22,7 @@ from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, decoded
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
+from offload.modules import move_buffers
 from offload.native import kernels
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
@@ -271,9 +272,7 @@ def move_to_device(model: nn.Module, device: torch.device) -> None:
                 moved[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             if parameter is not None:
                 module._parameters[key] = moved[id(parameter)]
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(device)
+    move_buffers(model, device)
     del before
 
 

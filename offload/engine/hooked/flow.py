@@ -23,6 +23,7 @@ from offload.engine.units.find import regions_of
 from offload.engine.weights import Weights
 from offload.files.safetensors_file import tensor_reader
 from offload.layout.planes import DTYPES
+from offload.modules import move_buffers
 from offload.schedule.execute import Executor
 
 
@@ -86,10 +87,7 @@ class Flow:
             read = info.codec.reader(info.name, None, tensor_reader(parameter))
             self.store.values.write(info.index, read, parameter.dtype, 0)
             parameter.data = torch.zeros((), dtype=DTYPES[info.compute], device=device).expand(info.shape)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+        move_buffers(self.model, device)
         self.lanes.drain_updates()
 
     def _keep(self, unit: Unit) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.engine.hooked.saved_tensors import Observe
 from offload.engine.hooked.unit import Changes, Unit
+from offload.engine.units.snapshots import buffers_of
 from offload.errors import ConfigError
 
 Run = Callable[[Observe | None, tuple[Any, ...], dict[str, Any]], Any]
@@ -131,8 +132,8 @@ _Buffers = list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
 
 def _buffers_of(module: nn.Module) -> _Buffers:
     """Return (place, key, buffer, copy) of all buffers."""
-    places = [(m._buffers, key, b) for m in module.modules() for key, b in m._buffers.items() if b is not None]
-    return [(*place, place[2].detach().clone()) for place in places]
+    found = buffers_of(module.modules())
+    return [(owner._buffers, key, buffer, buffer.detach().clone()) for (owner, key), buffer in found.items()]
 
 
 def _differ(before: _Buffers, after: _Buffers) -> bool:

@@ -31,6 +31,7 @@ from offload.layout.build_regions import build_regions
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
+from offload.modules import move_buffers
 from offload.planning.disk import in_files
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters, Ledger
@@ -132,10 +133,7 @@ class StreamedModel:
             if not unit.resident:
                 unit.route(self)
         # Buffers are few and small, and belong to no unit.
-        for owner in model.modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[key] = buffer.to(device.torch_device)
+        move_buffers(model, device.torch_device)
         # `generate` calls the model once a token: each call is a pass in the same order.
         model.register_forward_pre_hook(lambda *_: self._executor.begin(_PASS))
         # Also after an error: the next pass begins with the first unit.
