@@ -185,6 +185,26 @@ def merged(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "results": list(rows.values())}
 
 
+class StoredRows:
+    """Rows in a result file, by name."""
+
+    def names(self) -> dict[str, str]:
+        """Return the described machine by name, in the order of the file."""
+        raise NotImplementedError
+
+    def entry(self, document: Mapping[str, Any], name: str) -> Any:
+        """Return a stored row; None: not planned yet."""
+        return document.get(name)
+
+    def put(self, document: dict[str, Any], name: str, made: Any) -> None:
+        """Put a row into the document."""
+        document[name] = made
+
+    def written(self, document: Mapping[str, Any]) -> str:
+        """Return the text of the result file."""
+        return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
+
+
 def table(*rows: Sequence[str]) -> str:
     """Return rows of cells, the titles first, as a Markdown table."""
     head, *others = ("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)

@@ -85,7 +85,7 @@ TIERS = {"device": ("device",), "host": ("cpu", "pinned"), "disk": ("nvme",)}
 OLDER = "†: planned before the last change of the machines' rates; the speed may be off by a third."
 
 
-class PlanRows:
+class PlanRows(harness.StoredRows):
     """The rows of docs/plans.md: a model on a card, with each size of host memory."""
 
     path = harness.RESULTS / "plans.json"
@@ -100,18 +100,6 @@ class PlanRows:
         model, gpu = name.split(", ")
         forecaster = forecaster_of(model)
         return planned_cells(forecaster, forecaster.config, gpu)
-
-    def entry(self, document: Mapping[str, Any], name: str) -> Any:
-        """Return a stored row; None: not planned yet."""
-        return document.get(name)
-
-    def put(self, document: dict[str, Any], name: str, made: Any) -> None:
-        """Put a row into the document."""
-        document[name] = made
-
-    def written(self, document: Mapping[str, Any]) -> str:
-        """Return the text of the result file."""
-        return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
 
     def text(self, document: Mapping[str, Any], older: Collection[str]) -> str:
         """Return the page: a section for a model, a row for a GPU, a column for a size of host memory.

@@ -253,7 +253,7 @@ window of blocks at a time.
 """
 
 
-class Rows:
+class Rows(harness.StoredRows):
     """The entries of the page: a row in both columns."""
 
     path = STORED
@@ -267,18 +267,6 @@ class Rows:
         """Return the plans of a row, with the commit."""
         (row,) = (row for row in ROWS if row.title == name)
         return {"commit": harness.head("")["commit"].removesuffix("-dirty")} | planned(row)
-
-    def entry(self, document: Mapping[str, Any], name: str) -> Any:
-        """Return a stored row; None: not planned yet."""
-        return document.get(name)
-
-    def put(self, document: dict[str, Any], name: str, made: Any) -> None:
-        """Put a row into the document."""
-        document[name] = made
-
-    def written(self, document: Mapping[str, Any]) -> str:
-        """Return the text of the result file."""
-        return json.dumps({name: document[name] for name in self.names() if name in document}, indent=1) + "\n"
 
     def text(self, document: Mapping[str, Any], older: Collection[str]) -> str:
         """Return the page. older: rows to mark."""
